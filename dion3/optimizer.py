@@ -283,6 +283,7 @@ class Dion3(Optimizer):
         Raises:
             ValueError: the dict does not fit the groups and parameters. Nothing has been changed then.
         """
+        checkpoints.check_is_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replacement = pre_hook(self, state_dict)
