@@ -229,7 +229,7 @@ def _collect(model: nn.Module) -> tuple[dict[int, list[_Use]], dict[int, torch.T
 
 def _check_parameter(decision: Decision) -> None:
     parameter, name = decision.parameter, decision.name
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter '{name}' is not initialised yet: run one forward pass first")
     if type(parameter).__name__ == "FlatParameter" or name.split(".")[-1] == "_flat_param":
         raise ValueError(

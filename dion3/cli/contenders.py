@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,5 +135,5 @@ def orthogonalizers(stack: torch.Tensor) -> list[Contender]:
         ("gram_ns", lambda: dion3.gram_ns(stack)),
     ):
         dtype = str(call().dtype).removeprefix("torch.")
-        contenders.append(Contender(name, call, lambda dtype=dtype: {"dtype": dtype}))
+        contenders.append(Contender(name, call, partial(dict, dtype=dtype)))
     return contenders

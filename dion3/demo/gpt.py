@@ -69,12 +69,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-        for block in self.blocks:  # residual branches start small, so that depth does not add up
-            for layer in (block.attn.proj, block.down):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
+                # Residual branches start small, so that depth does not add up.
+                branch = name.endswith(("proj.weight", "down.weight"))
+                std = 0.02 / (2 * config.layers) ** 0.5 if branch else 0.02
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, context) int64 to (batch, context, 256) logits."""
