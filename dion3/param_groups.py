@@ -195,7 +195,7 @@ def _settle(
     return True
 
 
-# ---- the module tree -----------------------------------------------------------------------------
+# ---- the module tree ---------------------------------------------------------------------------
 
 
 def _strip_wrappers(name: str) -> str:
@@ -288,7 +288,7 @@ def _huggingface_embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
     return found[0], found[1]
 
 
-# ---- the rules -----------------------------------------------------------------------------------
+# ---- the rules ---------------------------------------------------------------------------------
 
 
 def _vector_reason(shape: tuple[int, ...], flat: bool) -> str:
@@ -427,7 +427,7 @@ def _find_output_layer(decisions: Sequence[Decision], uses: Mapping[int, Sequenc
         last.warning = True
 
 
-# ---- the groups ----------------------------------------------------------------------------------
+# ---- the groups --------------------------------------------------------------------------------
 
 
 def _matrix_groups(

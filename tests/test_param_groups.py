@@ -44,7 +44,7 @@ class Lm(nn.Module):
             self.get_submodule(output).weight = self.tokens.weight
 
 
-# ---- shapes --------------------------------------------------------------------------------------
+# ---- shapes ------------------------------------------------------------------------------------
 
 
 def test_matrices_biases_and_norms():
@@ -85,7 +85,7 @@ def test_frozen_parameters_are_left_out():
     assert algorithms(model)["up.weight"] == "frozen"
 
 
-# ---- module types and ties -----------------------------------------------------------------------
+# ---- module types and ties ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding(9, 4), nn.EmbeddingBag(9, 4)])
@@ -188,7 +188,7 @@ def test_huggingface_conv1d_is_a_matrix_with_a_note():
     assert "transposed" in decision.note
 
 
-# ---- convolutions --------------------------------------------------------------------------------
+# ---- convolutions ------------------------------------------------------------------------------
 
 
 def test_convolutions_are_flattened():
@@ -235,7 +235,7 @@ def test_parametrized_convolution_is_still_one():
     assert rule(model, "0.parametrizations.weight.original0").algorithm == "adamw"
 
 
-# ---- names ---------------------------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_wrappers_leave_no_trace_in_names(wrap):
     assert names == set(dict(Mlp().named_parameters()))
 
 
-# ---- the output layer ----------------------------------------------------------------------------
+# ---- the output layer --------------------------------------------------------------------------
 
 
 def test_last_matrix_with_an_embeddings_shape_is_the_output_layer():
@@ -295,7 +295,7 @@ def test_a_named_output_layer_raises_no_question(output):
     assert not any(d.warning for d in classify(Lm(output=output)))
 
 
-# ---- the user's word -----------------------------------------------------------------------------
+# ---- the user's word ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mark", ["use_dion3", "use_muon"])
@@ -347,7 +347,7 @@ def test_selectors_that_match_nothing(argument):
         param_groups(Mlp(), report=False, **{argument: [3]})
 
 
-# ---- what comes back -----------------------------------------------------------------------------
+# ---- what comes back ---------------------------------------------------------------------------
 
 
 def test_groups_hold_every_trained_parameter_once_with_its_name():
@@ -408,7 +408,7 @@ def test_models_that_cannot_be_split():
         param_groups(flat, report=False)
 
 
-# ---- the table -----------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------
 
 
 def test_table_names_every_parameter_with_its_rule(capsys):
