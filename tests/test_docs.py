@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/ against the code: every path and make target exists, every example runs."""
+"""README, CONTRIBUTING and docs/ against the code: paths and targets exist, examples run."""
 
 import inspect
 import re
