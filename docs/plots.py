@@ -1,4 +1,4 @@
-"""The figures of docs/, computed by the functions of this package: `python docs/plots.py [NAME ...]`.
+"""The figures of docs/, made by the functions of this package: `python docs/plots.py [NAME ...]`.
 
 Without a name all are made. Each takes seconds on a CPU and is written to docs/images/NAME.png.
 """
@@ -45,12 +45,12 @@ def _spectrum_matrix(singular_values: np.ndarray, cols: int, seed: int = 0) -> t
 
 def _error(x: torch.Tensor, method: str, dtype: torch.dtype, restarts: list[int]) -> float:
     """Relative Frobenius error of the orthogonalizer against the same polynomials in float64."""
-    exact = dion3.newton_schulz(x, POLAR, compute_dtype=torch.float64).double()
+    exact = dion3.newton_schulz(x, coefficients=POLAR)
     if method == "standard":
-        result = dion3.newton_schulz(x, POLAR, compute_dtype=dtype)
+        result = dion3.newton_schulz(x, coefficients=POLAR, dtype=dtype)
     else:
-        result = dion3.gram_ns(x, POLAR, restarts=restarts, compute_dtype=dtype)
-    error = (torch.linalg.norm(result.double() - exact) / torch.linalg.norm(exact)).item()
+        result = dion3.gram_ns(x, coefficients=POLAR, restarts=restarts, dtype=dtype)
+    error = (torch.linalg.norm(result - exact) / torch.linalg.norm(exact)).item()
     return error if np.isfinite(error) else float("inf")
 
 
@@ -76,7 +76,7 @@ def polynomials() -> None:
     for label, coefficients, colour in (
         ("Polar Express, safety 1.05 (default)", POLAR, BLUE),
         ("You", dion3.YOU, GREEN),
-        ("Keller", dion3.KELLER, ORANGE),
+        ("Keller", [dion3.KELLER] * 5, ORANGE),
     ):
         y = x.copy()
         for a, b, c in coefficients:
@@ -89,7 +89,7 @@ def polynomials() -> None:
 
 def restarts() -> None:
     """One spurious eigenvalue through the iterations, and the error that it makes."""
-    figure, (left, right) = _figure(2, 9.6)
+    figure, (left, right) = _figure(2, 11.0)
     for label, restart, colour in (("no restart", None, RED), ("restart after 2", 2, BLUE)):
         x, r, q, path = 0.0, -4e-4, 1.0, [4e-4]
         for t, (a, b, c) in enumerate(POLAR):
@@ -117,13 +117,18 @@ def restarts() -> None:
             _error(_spectrum_matrix(np.logspace(0, -d, n), 4 * n), method, dtype, points)
             for d in depths
         ]
-        right.semilogy(10.0**depths, errors, style, markersize=4, color=colour, label=label)
+        right.semilogy(10.0**depths, errors, style, markersize=4, color=colour)
+        right.annotate(
+            label, (10.0 ** depths[-1], errors[-1]), xytext=(7, -9 if method == "standard" else -2),
+            textcoords="offset points", fontsize=8, color=colour,
+        )  # fmt: skip
     right.set_xscale("log")
     _finish(
         right,
         f"Error for singular values from 1 down, {n} x {4 * n}",
         "largest over smallest singular value",
         "relative error",
+        legend=False,
     )
     figure.savefig(IMAGES / "restarts.png", dpi=150)
 
@@ -150,7 +155,9 @@ def dtypes() -> None:
     _finish(
         axes, f"Error against float64, {n} x {4 * n}", "singular values", "relative error", False
     )
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.grid(False, axis="x")
+    axes.set_axisbelow(True)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
     figure.savefig(IMAGES / "dtypes.png", dpi=150)
 
 
