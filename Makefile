@@ -38,13 +38,19 @@ C_SOURCES := $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch] csrc/*/*.cu csrc/*/
 PY_SOURCES := setup.py dion3 tests benchmarks docs
 LINTED = $(wildcard $(PY_SOURCES))
 
+include csrc/build.mk
+
+# Even `make -j ext` finds the environment in place.
+ext: | $(if $(filter none,$(VENV)),,$(VENV)/.torch)
+
 ## The two commands of the README
 
 .PHONY: demo test
 demo: $(call needs,demo) ext ## train a small language model with AdamW, Muon and Dion3; writes a table and a plot to out/
 	$(PY) -m dion3 demo $(ARGS)
 
-test: $(call needs,test) ext test-c ## build, then run all tests that this machine can run
+test: $(call needs,test) ext ## build, then run all tests that this machine can run
+	$(MAKE) --no-print-directory test-c DION3_BUILD=$$(cut -d' ' -f1 build/ext-config.txt)
 	$(PYTEST) $(XDIST) tests $(ARGS)
 
 ## More tests
