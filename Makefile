@@ -131,7 +131,7 @@ help: ## this list
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dion3 needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet $(TORCH) setuptools wheel ninja
+	$(PY) -m pip install --quiet $(TORCH) setuptools wheel ninja numpy
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml
