@@ -83,14 +83,18 @@ cuda-check: $(if $(NVCC),$(CU_OBJECTS),no-nvcc) ## compile all CUDA files; a reg
 no-nvcc:
 	@echo "nvcc was not found: set CUDA_HOME or NVCC" >&2; exit 1
 
-# Plain C tests: each tests/c/test_*.c is a program, linked with the library and without torch; and each is
-# compiled as C++ too, for the headers' sake.
-C_TESTS := $(patsubst tests/c/%.c,$(BUILD_DIR)/tests/%,$(wildcard tests/c/test_*.c))
+# Plain C tests: each tests/c/test_*.c is a program, linked with the library and without torch. The headers
+# must be C++ too.
+C_TESTS := $(patsubst tests/c/%.c,$(BUILD_DIR)/tests/%,$(wildcard tests/c/test_*.c)) $(BUILD_DIR)/tests/headers
 CUDA_LINK := $(if $(WITH_CUDA),-L$(dir $(NVCC))../lib64 -lcudart_static -lpthread -ldl -lrt -lstdc++)
 
-$(BUILD_DIR)/tests/%: tests/c/%.c $(wildcard tests/c/*.h) $(LIB)
+$(BUILD_DIR)/tests/%: tests/c/%.c $(LIB)
 	@mkdir -p $(dir $@)
 	$(CC) $(C_FLAGS) -O1 -Icsrc -MMD -MP $< $(LIB) $(CUDA_LINK) -lm -o $@
+
+$(BUILD_DIR)/tests/headers: tests/c/headers.cpp $(wildcard csrc/*.h)
+	@mkdir -p $(dir $@)
+	$(CXX) -std=c++17 -O1 -Wall -Wextra -Werror -pedantic -Icsrc $< -o $@
 
 test-c: $(C_TESTS) ## the C tests: the library without torch
 	@for test in $(C_TESTS); do $$test || exit 1; done
