@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import UsageError
-from .common import choose_device, count, machine, output_folder, table
+from .common import choose_device, count, machine, natural, output_folder, table
 from .progress import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,8 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of weights and gradients (float32)"
     )
-    parser.add_argument("--repeats", type=count, default=15, help="samples of each (default: 15)")
-    parser.add_argument("--warmup", type=count, default=3, help="untimed calls first (default: 3)")
+    parser.add_argument(
+        "--repeats", type=count, default=15, metavar="N", help="samples of each (default: 15)"
+    )
+    parser.add_argument(
+        "--warmup", type=natural, default=3, metavar="N", help="untimed calls first (default: 3)"
+    )
     parser.add_argument(
         "--only", choices=("step", "orthogonalizer"), help="time one of the two (default: both)"
     )

@@ -14,6 +14,7 @@ _ORTHOGONALIZERS = {
     "newton_schulz": "#e69f00",
     "gram_ns": "#009e73",
 }
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 def draw(report: dict[str, Any], title: str, path: Path) -> bool:
@@ -26,15 +27,15 @@ def draw(report: dict[str, Any], title: str, path: Path) -> bool:
     if pyplot is None:
         return False
     parts = [name for name in ("step", "orthogonalizer") if name in report]
-    bars = max(len(report[name]) for name in parts)
-    size = (5.2 * len(parts) + 1.0, 1.6 + 0.3 * bars)
+    stacks = len({str(entry["shape"]) for entry in report.get("orthogonalizer", [])})
+    bars = max(len(report[name]) + (stacks if name != "step" else 0) for name in parts)
+    size = (5.2 * len(parts) + 1.0, 1.6 + 0.27 * bars)
     figure, grid = pyplot.subplots(1, len(parts), figsize=size, squeeze=False)
     for axes, name in zip(grid[0], parts, strict=True):
         (_draw_step if name == "step" else _draw_orthogonalizers)(axes, report[name])
         axes.set_xlabel("ms (median; whiskers: middle half of the samples)")
         style_axes(axes, "x")
-        axes.set_xlim(left=0)
-        axes.margins(x=0.14)
+        axes.set_xlim(0, 1.18 * max(entry["high_ms"] for entry in report[name]))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     figure.savefig(path)
@@ -56,7 +57,7 @@ def _bars(axes: Any, places: list[float], entries: list[dict[str, Any]], colors:
     )
     for place, entry in zip(places, entries, strict=True):
         axes.annotate(
-            f"{entry['median_ms']:.3g}",
+            f"{entry['median_ms']:#.3g}".rstrip("."),
             (entry["high_ms"], place),
             xytext=(5, 0),
             textcoords="offset points",
@@ -74,12 +75,18 @@ def _draw_step(axes: Any, entries: list[dict[str, Any]]) -> None:
 
 def _draw_orthogonalizers(axes: Any, entries: list[dict[str, Any]]) -> None:
     places: list[float] = []
-    labels: list[str] = []
+    headings: list[tuple[float, str]] = []
     for entry in entries:
-        new_stack = entry["name"] == entries[0]["name"]
-        places.append((places[-1] + (1.6 if new_stack else 1.0)) if places else 0.0)
-        stack = " x ".join(map(str, entry["shape"]))
-        labels.append(f"{entry['name']}   {stack}" if new_stack else entry["name"])
+        place = places[-1] + 1.0 if places else 0.0
+        if entry["name"] == entries[0]["name"]:  # the first contender opens a stack
+            headings.append((place, " x ".join(map(str, entry["shape"]))))
+            place += 1.0
+        places.append(place)
     _bars(axes, places, entries, [_ORTHOGONALIZERS.get(e["name"], "#999999") for e in entries])
-    axes.set_yticks(places, labels)
-    axes.set_title("Orthogonalizer, stacks of matrices")
+    names = [f"{entry['name']} ({_SHORT[entry['dtype']]})" for entry in entries]
+    ticks = [*headings, *zip(places, names, strict=True)]
+    axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
+    for label in axes.get_yticklabels()[: len(headings)]:
+        label.set_fontweight("bold")
+    axes.tick_params(axis="y", length=0)
+    axes.set_title("Orthogonalizer, by stack of matrices")

@@ -12,7 +12,7 @@ import torch
 
 from . import UsageError
 
-__all__ = ["choose_device", "count", "machine", "output_folder", "table"]
+__all__ = ["choose_device", "count", "machine", "natural", "output_folder", "table"]
 
 
 def choose_device(name: str) -> torch.device:
@@ -39,6 +39,14 @@ def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> bool:
         return False
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.4), sharey=True)
     for result in results:
+        seconds = statistics.median(result.step_seconds)
         steps = [step for step, _ in result.held_out]
         losses = [loss for _, loss in result.held_out]
         look = {
@@ -38,15 +40,19 @@ def draw(results: Sequence[Result], title: str, path: Path) -> bool:
         }
         label = f"{result.label}   {losses[-1]:.3f}"
         left.plot(steps, losses, label=label, **look)
-        right.plot(result.elapsed, losses, **look)
+        right.plot([seconds * step for step in steps], losses, **look)
     left.set_xlabel("step")
     left.set_ylabel("held-out loss (nats per byte)")
-    right.set_xlabel("training time (s)")
+    right.set_xlabel("training time (s): steps x median time of a step")
     left.set_title("By step")
     right.set_title("By time on this machine")
     for axes in (left, right):
         style_axes(axes)
         axes.set_xlim(left=0)
+    later = [loss for result in results for _, loss in result.held_out[1:]]
+    if later:  # the first value is so much larger that it would flatten the rest
+        room = 0.05 * (max(later) - min(later))
+        left.set_ylim(min(later) - room, max(later) + room)
     left.legend(title="final held-out loss", alignment="left")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.tight_layout()

@@ -39,7 +39,6 @@ class Result:
     label: str
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    elapsed: list[float] = field(default_factory=list)  # training time up to each held-out loss
     optimizer_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     state_bytes: int = 0
@@ -119,7 +118,6 @@ def train(
         result.step_seconds.append(end - start)
         if (step + 1) % every == 0 or step + 1 == settings.steps:
             result.held_out.append((step + 1, _held_out_loss(model, test)))
-            result.elapsed.append(sum(result.step_seconds))
         progress(step + 1, f"loss {result.losses[-1]:.3f}")
     result.state_bytes = state_bytes(optimizers)
     return result
