@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import dion3
 from dion3.param_groups import classify, format_table, param_groups
 
 
@@ -256,6 +257,7 @@ def test_names_that_only_look_alike(name):
     assert algorithms(model) == {f"{name}.weight": "dion3"}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -406,6 +408,69 @@ def test_models_that_cannot_be_split():
     flat._flat_param = nn.Parameter(torch.ones(100))
     with pytest.raises(ValueError, match="_flat_param.*fully_shard"):
         param_groups(flat, report=False)
+
+
+# ---- with the optimizers ------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """One parameter for every kind of group."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(12, 8)
+        self.first = nn.Conv2d(1, 6, 3)
+        self.second = nn.Conv2d(6, 6, 3, bias=False)
+        self.third = nn.Conv2d(6, 6, 3, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 8, 5))
+        self.norm = nn.LayerNorm(8)
+        self.fc = nn.Linear(8, 16)
+        self.lm_head = nn.Linear(8, 12, bias=False)
+        self.lm_head.weight = self.tokens.weight
+
+
+def with_gradients(model):
+    """`model` with the same random gradients every time."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", ["Dion3", "Muon", "NorMuon"])
+def test_the_optimizers_take_the_groups(name):
+    model = with_gradients(Mixed())
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    optimizer = getattr(dion3, name)(param_groups(model, lr=0.1, report=False))
+    optimizer.step()
+    named = [key for group in optimizer.param_groups for key in group["param_names"]]
+    assert sorted(named) == sorted(before)
+    for key, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[key]), f"{key} did not move"
+
+
+def test_adamw_learning_rate_is_used_as_it_is():
+    model = with_gradients(Mixed())
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    groups = param_groups(model, lr=0.5, adamw={"lr": 1e-3, "adamw_eps": 0.0}, report=False)
+    dion3.Dion3(groups, fraction=0.25, adjust_lr_fn="match_rms_adamw").step()
+    for key in ("tokens.weight", "norm.weight", "norm.bias", "fc.bias", "first.bias"):
+        moved = (model.get_parameter(key) - before[key]).abs()
+        # The first step of AdamW moves every element by the learning rate: m / sqrt(v) is +-1.
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=1e-3, atol=0)
+
+
+def test_equal_kernels_are_updated_as_separate_matrices():
+    model = with_gradients(Mixed())
+    twins = []
+    for layer in (model.first, model.second, model.third):
+        twin = nn.Parameter(layer.weight.detach().flatten(1).clone())
+        twin.grad = layer.weight.grad.flatten(1).clone()
+        dion3.Dion3([twin], lr=0.1, fraction=0.5).step()
+        twins.append(twin)
+    dion3.Dion3(param_groups(model, lr=0.1, report=False), fraction=0.5).step()
+    for layer, twin in zip((model.first, model.second, model.third), twins, strict=True):
+        torch.testing.assert_close(layer.weight.flatten(1), twin, rtol=1e-6, atol=1e-7)
 
 
 # ---- the table ---------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def _run_operation(name: str, arguments: tuple[Any, ...], device: torch.device) 
         # Sums may be taken in another order; what is rounded to 16 bits must agree bit for bit.
         unit = torch.finfo(want.dtype).eps if want.dtype in (torch.float32, torch.float64) else 0.0
         _require(difference <= 4 * unit * scale, f"differs from the reference by {difference:.3g}")
-    return "bitwise equal" if worst == 0 else f"relative difference {worst:.1e}"
+    kind = "native" if ops.is_native(name, device) else "plain PyTorch"
+    return f"{kind}, " + ("bitwise equal" if worst == 0 else f"relative difference {worst:.1e}")
 
 
 def _stats() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -169,7 +170,8 @@ def _check_update(device: torch.device) -> str:
             [COL_COUNT],
         )
         seen.append(_run_operation("update_", arguments, device))
-    return f"float32 {seen[0]}; bfloat16 with stochastic rounding {seen[1]}"
+    agreed = "; ".join(dict.fromkeys(seen))
+    return f"{agreed} (float32, and bfloat16 with stochastic rounding)"
 
 
 def _check_adamw(device: torch.device) -> str:
@@ -215,7 +217,7 @@ def _check_orthogonalizer(name: str, device: torch.device) -> str:
     """Against float64: the bound is for the dtype that computes, over five iterations."""
     from dion3.newton_schulz import gram_ns, newton_schulz
 
-    function = {"gram": gram_ns, "standard": newton_schulz}[name]
+    function: Callable[..., torch.Tensor] = gram_ns if name == "gram" else newton_schulz
     seen = []
     for dtype, bound in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
         for rows, cols in ((32, 48), (48, 32), (33, 65)):
