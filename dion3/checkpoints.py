@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .coefficients import KELLER, normalize_coefficients
-from .options import Options, check_group, group_options
-from .state import Spec, check_state_value, convert_state, state_spec
+from .options import GroupOptions, Options, check_group, group_options
+from .state import check_state_value, convert_state, state_spec
 
 STATE_KEYS = ("momentum_buffer", "neuron_second_moment", "exp_avg", "exp_avg_sq", "step")
 """Every key that the state of a parameter may have."""
@@ -93,8 +93,7 @@ def prepare_load(
         for index, parameter in zip(saved["params"], new["params"], strict=True):
             entry = pending.pop(index, None)
             if entry:
-                spec = state_spec(parameter, checked)
-                state[parameter] = _loaded(index, parameter, entry, spec, factor)
+                state[parameter] = _loaded(index, parameter, entry, checked, factor)
     if pending:
         raise ValueError(
             f"the state dict has state for parameters {sorted(map(str, pending))} that no group of it "
@@ -163,9 +162,10 @@ def _rescale(saved: Mapping[str, Any], rule: str) -> float:
 
 
 def _loaded(
-    index: Any, parameter: Tensor, entry: Mapping[str, Any], spec: Spec, factor: float
+    index: Any, parameter: Tensor, entry: Mapping[str, Any], options: GroupOptions, factor: float
 ) -> dict[str, Any]:
     """New state for one parameter. Keys that its options do not ask for are left out."""
+    spec = state_spec(parameter, options)
     where = f"saved parameter {index}"
     unknown = [key for key in entry if key not in STATE_KEYS]
     if unknown:
@@ -187,7 +187,7 @@ def _loaded(
         check_state_value(where, key, value, shape)
         if key == "momentum_buffer" and factor != 1.0:
             value = (value.float() * factor).to(value.dtype)
-        fresh = convert_state(parameter, key, value, shape, dtype)
+        fresh = convert_state(parameter, options, key, value, shape, dtype)
         loaded[key] = fresh.clone() if fresh is entry[key] else fresh
     return loaded
 

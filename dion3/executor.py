@@ -70,14 +70,8 @@ class DevicePlan:
         for item in self.items:
             piece, stack = item.piece, _stack(item.piece)
             buffer = state[item.parameter]["momentum_buffer"]
-            view = piece.view(buffer)
-            if not layout.shares_memory(view, buffer):
-                raise ValueError(
-                    f"a momentum_buffer of shape {tuple(buffer.shape)} and strides "
-                    f"{buffer.stride()} cannot be seen as matrices: make the parameter contiguous"
-                )
             n = piece.selected_side
-            self.momentum.append(view)
+            self.momentum.append(piece.view(buffer))
             self.sumsq.append(take((*stack, n), torch.float64))
             self.norm.append(take(stack, torch.float64))
             selective = piece.selective

@@ -143,6 +143,17 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def keeps_strides(parameter: Tensor, options: GroupOptions) -> bool:
+    """Whether state with the parameter's strides serves: memory without gaps, in which the pieces of a
+    matrix parameter can be seen. Otherwise its state is contiguous."""
+    if is_traceable_wrapper_subclass(parameter) or memory_order(parameter) is None:
+        return False
+    if options.algorithm == "adamw" or parameter.numel() == 0:
+        return True
+    plain = parameter.detach()
+    return shares_memory(pieces(plain, options, 2**62, 1)[0].view(plain), plain)
+
+
 def check_parameter(name: str, parameter: Tensor, options: GroupOptions) -> None:
     """Raise ValueError or RuntimeError, naming the parameter, if it cannot be optimised."""
     shape = tuple(parameter.shape)
@@ -285,20 +296,21 @@ def _form(
         return "heads_cols", (), heads, rows, cols // heads, heads, (cols // heads, cols)
     if options.flatten and len(shape) > 2:
         rest = math.prod(shape[1:])
-        return "flatten", _memory_order(parameter), 1, shape[0], rest, 1, (shape[0] * rest, rest)
+        return "flatten", _flatten_order(parameter), 1, shape[0], rest, 1, (shape[0] * rest, rest)
     rows, cols = shape[-2:]
     form = "plain" if len(shape) <= 3 else "stack"
     return form, (), math.prod(shape[:-2]), rows, cols, 1, (rows * cols, cols)
 
 
-def _memory_order(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions after the first, outermost in memory first; () if they already are."""
-    strides = parameter.stride()
-    tail = sorted(range(1, parameter.ndim), key=lambda d: (-strides[d], d))
-    order = (0, *tail)
-    if order == tuple(range(parameter.ndim)) or parameter.is_contiguous():
+def _flatten_order(parameter: Tensor) -> tuple[int, ...]:
+    """The dimensions after the first, outermost in memory first, if that makes the parameter a matrix
+    without copying (channels_last kernels); () if nothing has to be, or can be, rearranged."""
+    if is_traceable_wrapper_subclass(parameter) or parameter.is_contiguous():
         return ()
-    return order
+    strides = parameter.stride()
+    order = (0, *sorted(range(1, parameter.ndim), key=lambda d: (-strides[d], d)))
+    plain = parameter.detach()
+    return order if shares_memory(plain.permute(order).flatten(1), plain) else ()
 
 
 def _selection(options: GroupOptions, rows: int, cols: int) -> tuple[int, int]:

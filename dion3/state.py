@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .layout import memory_order, second_moment_shape
+from .layout import keeps_strides, second_moment_shape
 from .options import GroupOptions
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -54,19 +54,33 @@ def state_spec(parameter: Tensor, options: GroupOptions) -> Spec:
     return spec
 
 
-def new_state(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A zero state tensor. One of the parameter's shape gets its strides, so that the step reads
-    both in the same order; a parameter with gaps in its memory gets contiguous state."""
-    same_shape = tuple(shape) == tuple(parameter.shape)
-    wrapper = is_traceable_wrapper_subclass(parameter)
-    if wrapper or not same_shape or memory_order(parameter) is None:
-        return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device)
-    plain = parameter.detach().as_subclass(Tensor)
-    return torch.zeros_like(plain, dtype=dtype, memory_format=torch.preserve_format)
+def new_state(
+    parameter: Tensor, options: GroupOptions, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """A zero state tensor on the parameter's device."""
+    strides = state_strides(parameter, options, shape)
+    return torch.empty_strided(
+        tuple(shape), strides, dtype=dtype, device=parameter.device
+    ).zero_()
+
+
+def state_strides(
+    parameter: Tensor, options: GroupOptions, shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of the parameter where `keeps_strides` says so, so that the step reads both in the same
+    order; contiguous otherwise."""
+    if tuple(shape) == tuple(parameter.shape) and keeps_strides(parameter, options):
+        return parameter.stride()
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def convert_state(
-    parameter: Tensor, key: str, value: Any, shape: Sequence[int], dtype: torch.dtype
+    parameter: Tensor,
+    options: GroupOptions,
+    key: str,
+    value: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> Tensor:
     """A state tensor with the spec's dtype and the parameter's device and strides: `value` itself
     if it is one already, else a copy. `value` may be a plain number where the spec is 0-d.
@@ -76,13 +90,14 @@ def convert_state(
     """
     if key == "momentum_buffer" and value.dtype in MOMENTUM_DTYPES:
         dtype = value.dtype
-    fresh = new_state(parameter, shape, dtype)
     if isinstance(value, Tensor):
-        same = value.dtype == dtype and value.device == fresh.device
-        if same and value.shape == fresh.shape and value.stride() == fresh.stride():
+        strides = state_strides(parameter, options, shape)
+        same_memory = value.shape == tuple(shape) and value.stride() == strides
+        if same_memory and value.dtype == dtype and value.device == parameter.device:
             return value
+        fresh = new_state(parameter, options, shape, dtype)
         return fresh.copy_(value.detach().reshape(fresh.shape))
-    return fresh.fill_(value)
+    return new_state(parameter, options, shape, dtype).fill_(value)
 
 
 def ensure_state(parameter: Tensor, options: GroupOptions, state: State) -> None:
@@ -95,10 +110,10 @@ def ensure_state(parameter: Tensor, options: GroupOptions, state: State) -> None
     for key, (shape, dtype) in state_spec(parameter, options).items():
         value = entry.get(key)
         if value is None:
-            entry[key] = new_state(parameter, shape, dtype)
+            entry[key] = new_state(parameter, options, shape, dtype)
             continue
         check_state_value("the optimizer state", key, value, shape)
-        entry[key] = convert_state(parameter, key, value, shape, dtype)
+        entry[key] = convert_state(parameter, options, key, value, shape, dtype)
 
 
 def check_state_value(where: str, key: str, value: Any, shape: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ def test_step_equals_the_specification(device, shape, fraction, select, neuron_n
         assert (state["momentum_buffer"] - momentum).abs().max() <= 2 * ulp(momentum.float()).max()
         if neuron_norm:
             error = (in_fp32[2].double() - moment).abs().max()
-            assert (state["neuron_second_moment"] - moment).abs().max() <= 2 * error + 1e-7
+            assert (state["neuron_second_moment"] - moment).abs().max() <= 2 * error + 1e-5 * moment.max()
             assert moment.max() > 1e-4
 
 
@@ -208,15 +208,16 @@ def test_auto_selects_the_short_side(device, shape):
 
 
 def test_no_slice_with_a_gradient_starves(device):
-    """Constant gradients: row i is chosen within g_max / ((1 - mu) g_i) steps plus the queue."""
-    g = torch.ones(16, 8, device=device) * torch.linspace(0.2, 1.0, 16, device=device).unsqueeze(1)
+    """Constant gradients g_i. Per step the scores gain (1 - mu) sum(g_i) and lose (1 - mu) k times the
+    largest, so the largest settles near s = sum(g_i) / k, and the slowest row gets there, and is
+    chosen, within s / ((1 - mu) min(g_i)) steps."""
+    sizes = torch.linspace(0.2, 1.0, 16, device=device)
     p = parameter(16, 24, device=device)
-    g = torch.cat([g, g, g], 1)
     opt = dion3.Dion3([p], lr=0.0, fraction=1 / 8, momentum=0.9)
     chosen = set()
-    for _ in range(5 * 10 + 16 // 2 * 5):
+    for _ in range(math.ceil(sizes.sum().item() / 2 / (0.1 * 0.2)) + 16):
         with watch("gather_") as seen:
-            steps(opt, [p], [[g]])
+            steps(opt, [p], [[sizes.unsqueeze(1).expand(16, 24)]])
         chosen.update(seen[0][2][0].tolist())
     assert chosen == set(range(16))
 
@@ -385,7 +386,7 @@ def test_neuron_norm_keeps_the_frobenius_norm(device, shape, fraction, select):
         assert (p.detach().double() - before).norm().item() == pytest.approx(
             update.norm().item(), rel=1e-6
         )
-    assert factor.max() / factor.min() > 1.01  # it does something
+    assert factor.numel() == 1 or factor.max() / factor.min() > 1.01  # it does something
 
 
 def test_second_moment_of_unselected_neurons_is_untouched(device):
