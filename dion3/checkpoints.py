@@ -104,11 +104,16 @@ def prepare_load(
     return state, new_groups
 
 
+def check_is_dict(state_dict: Any) -> None:
+    """Raise ValueError if it is none."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
+
+
 def _saved_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"state_dict is a {type(state_dict).__name__}, not a dict")
+    check_is_dict(state_dict)
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
         if not isinstance(state_dict.get(key), kind):
             raise ValueError(

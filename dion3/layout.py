@@ -156,6 +156,8 @@ def keeps_strides(parameter: Tensor, options: GroupOptions) -> bool:
 
 def check_parameter(name: str, parameter: Tensor, options: GroupOptions) -> None:
     """Raise ValueError or RuntimeError, naming the parameter, if it cannot be optimised."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"parameter {name} is not initialised yet: run one forward pass first")
     shape = tuple(parameter.shape)
     kind = type(parameter).__name__
     if _is_dtensor(parameter):
@@ -168,8 +170,6 @@ def check_parameter(name: str, parameter: Tensor, options: GroupOptions) -> None
             f"parameter {name} of shape {shape} is a flattened FSDP1 parameter, whose matrices "
             "cannot be seen: use torch.distributed.fsdp.fully_shard"
         )
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"parameter {name} is not initialised yet: run one forward pass first")
     if parameter.is_complex():
         raise RuntimeError(
             f"dion3 does not support complex parameters: {name} is {parameter.dtype}; "

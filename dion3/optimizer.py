@@ -133,6 +133,7 @@ class Dion3(Optimizer):
         self._forget()
         self._counts = {"steps": 0, "plans": 0}
         self._observed: list[Any] | None = None
+        _refuse_sets(params)
         super().__init__(params, defaults)
 
     def _momentum_rule(self) -> str:
@@ -283,6 +284,7 @@ class Dion3(Optimizer):
         Raises:
             ValueError: the dict does not fit the groups and parameters. Nothing has been changed then.
         """
+        checkpoints.check_is_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replacement = pre_hook(self, state_dict)
@@ -321,16 +323,20 @@ class Dion3(Optimizer):
 # ---- parameters of a group -------------------------------------------------------------------------
 
 
-def _listed(params: Any) -> tuple[list[str] | None, list[Tensor]]:
-    """(names or None, tensors) of what a user may pass as a group's parameters."""
-    if isinstance(params, Tensor):
-        params = [params]
-    elif isinstance(params, set | frozenset):
+def _refuse_sets(params: Any) -> None:
+    if isinstance(params, set | frozenset):
         raise TypeError(
             "optimizer parameters need to be organized in ordered collections, but the ordering of "
             "tensors in sets will change between runs. Please use a list instead."
         )
-    elif not isinstance(params, Iterable) or isinstance(params, str | bytes):
+
+
+def _listed(params: Any) -> tuple[list[str] | None, list[Tensor]]:
+    """(names or None, tensors) of what a user may pass as a group's parameters."""
+    if isinstance(params, Tensor):
+        params = [params]
+    _refuse_sets(params)
+    if not isinstance(params, Iterable) or isinstance(params, str | bytes):
         raise TypeError(
             f"params should be tensors, (name, tensor) pairs or dicts, not {type(params).__name__}"
         )

@@ -23,8 +23,10 @@ def matrix(*shape, seed=0, decay=0.0, rank=None, dtype=torch.float32, device="cp
         if rank:
             s = torch.where(torch.arange(s.shape[-1]) < rank, s, 0.0)
         x = u @ (s.unsqueeze(-1) * vh) * s.numel() ** 0.5
-    x = x * (0.5 + torch.rand(*shape[:-1], 1, generator=generator, dtype=torch.float64))
-    x = x * (0.5 + torch.rand(*shape[:-2], 1, shape[-1], generator=generator, dtype=torch.float64))
+    if len(shape) > 1:
+        rows, cols = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        for sizes in (rows, cols):
+            x = x * (0.5 + torch.rand(*sizes, generator=generator, dtype=torch.float64))
     return x.to(dtype=dtype, device=device)
 
 

@@ -13,7 +13,7 @@ import inspect
 
 import pytest
 import torch
-from optimizer_helpers import matrix, parameter, relative, steps
+from optimizer_helpers import matrix, parameter, relative, steps, ulp
 
 import dion3
 from dion3.coefficients import KELLER
@@ -82,7 +82,7 @@ def test_the_table_of_torch(device, kwargs, nesterov, shape, dtype):
         kwargs = {**kwargs, "momentum": 0.0}
         # torch normalises its own momentum buffer in place here, unless each step overwrites it
     kwargs = {**kwargs, "nesterov": nesterov}
-    start = matrix(*shape, dtype=dtype, device=device)
+    start = 0.02 * matrix(*shape, dtype=dtype, device=device)
     grads = [matrix(*shape, seed=t + 1, decay=0.3, dtype=dtype, device=device) for t in range(COUNT)]
     exact = _float64_run(start, grads, kwargs)
     theirs = _run(torch.optim.Muon, start, grads, kwargs)
@@ -90,7 +90,8 @@ def test_the_table_of_torch(device, kwargs, nesterov, shape, dtype):
     for t in range(COUNT):
         weight, momentum = exact[t]
         error = (ours[t][0] - weight).norm()
-        allowed = 2 * (theirs[t][0] - weight).norm() + 1e-6 * weight.norm()
+        # half an ulp: no stored weight can be closer than that
+        allowed = 2 * (theirs[t][0] - weight).norm() + 0.5 * ulp(weight.to(dtype)).norm()
         assert error <= allowed, t
         if dtype == torch.float32 or nesterov:
             assert relative(ours[t][1], momentum) <= 2e-6
@@ -137,7 +138,7 @@ def test_checkpoints_load_both_ways(device, first, second):
     p, opt = _pair(device, first=first)
     q = torch.nn.Parameter(p.detach().clone())
     other = second([q], lr=0.5, momentum=0.5)
-    other.load_state_dict(opt.state_dict())
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch's loading shares the tensors
     assert torch.equal(other.state[q]["momentum_buffer"], opt.state[p]["momentum_buffer"])
     assert other.param_groups[0]["lr"] == 0.01 and other.param_groups[0]["momentum"] == 0.95
     grads = [matrix(16, 24, seed=t, device=device) for t in range(3, 10)]
