@@ -44,9 +44,13 @@ METHODS = ("auto", "standard", "gram")
 BACKENDS = ("auto", "reference", "cublas")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 """A batch is cut so that its buffers stay below this (but never below one matrix per CPU thread). On a
 CPU that keeps them in cache; the result does not depend on it."""
+
+LONE_SUM = 1024
+"""oneDNN cuts bf16 sums longer than this in another place for a batch of one matrix than for a larger one:
+such a matrix is computed twice, side by side, and the result is that of any other batch."""
 
 _lib = torch.library.Library("dion3", "FRAGMENT")
 _lib.define(
@@ -230,9 +234,7 @@ def _check_input(X: Tensor, name: str) -> None:
             + (": orthogonalise the real and imaginary parts yourself" if X.is_complex() else "")
         )
     if X.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor, got layout {X.layout}: call {name}.to_dense()"
-        )
+        raise TypeError(f"{name} must be a dense tensor, got layout {X.layout}: call {name}.to_dense()")
     if X.dim() < 2:
         raise ValueError(f"{name} must have at least two dimensions, got shape {tuple(X.shape)}")
     if X.requires_grad and torch.is_grad_enabled():
@@ -242,9 +244,7 @@ def _check_input(X: Tensor, name: str) -> None:
         )
 
 
-def _check_product(
-    A: Tensor, B: Tensor, C: Tensor | None, shape: torch.Size, transposed: bool
-) -> None:
+def _check_product(A: Tensor, B: Tensor, C: Tensor | None, shape: torch.Size, transposed: bool) -> None:
     named = {"A": A, "B": B} if C is None else {"A": A, "B": B, "C": C}
     for name, tensor in named.items():
         _check_input(tensor, name)
@@ -288,18 +288,14 @@ def _apply(
 ) -> Tensor:
     compute = default_dtype(X) if dtype is None else dtype
     if compute not in DTYPES:
-        raise ValueError(
-            f"dtype must be None, float16, bfloat16, float32 or float64, got {dtype!r}"
-        )
+        raise ValueError(f"dtype must be None, float16, bfloat16, float32 or float64, got {dtype!r}")
     if not (isinstance(eps, (int, float)) and 0.0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     flat = list(itertools.chain.from_iterable(table))
     if backend == "auto":
-        result = torch.ops.dion3.newton_schulz(
-            X, flat, restarts, method, compute, False, float(eps)
-        )
+        result = torch.ops.dion3.newton_schulz(X, flat, restarts, method, compute, False, float(eps))
     else:
         if backend == "cublas" and compute not in (torch.float16, torch.bfloat16):
             raise ValueError(f'backend="cublas" needs dtype float16 or bfloat16, got {compute}')
@@ -320,9 +316,7 @@ def _program(
     if not coefficients or len(coefficients) % 3:
         raise ValueError(f"coefficients must hold 3 numbers per iteration, got {len(coefficients)}")
     steps = len(coefficients) // 3
-    table = tuple(
-        (coefficients[i], coefficients[i + 1], coefficients[i + 2]) for i in range(0, 3 * steps, 3)
-    )
+    table = tuple((coefficients[i], coefficients[i + 1], coefficients[i + 2]) for i in range(0, 3 * steps, 3))
     if method == "standard" or (method == "auto" and square):
         return build_program(table, tuple(range(1, steps)))
     return build_program(table, check_restarts(restarts, steps))
@@ -379,38 +373,47 @@ def _run_part(
 ) -> None:
     tall = x.size(1) > x.size(2)
     transpose = tall and mode != EXACT
-    storage = torch.float32 if mode == ROUNDED else dtype
-    if mode == EXACT and normalized and x.dtype == storage and x.is_contiguous():
-        work, ours = x, False
-    else:
-        # mul, not a cast: the result is a new tensor even where a cast would return x itself.
-        factor = _inverse_norm(x, eps, torch.promote_types(storage, torch.float32), normalized)
-        source = x.mT if transpose else x
-        work, ours = source.new_empty(source.shape, dtype=factor.dtype), True
-        torch.mul(source, factor, out=work)
-        if mode == ROUNDED:
-            work.copy_(work.to(dtype))
-        work = work.to(storage)
-    direct = mode == EXACT and out.dtype == storage and out.is_contiguous()
+    work = _normalized(x.mT if transpose else x, mode, dtype, normalized, eps)
+    if mode == NATIVE and work.size(0) == 1 and work.size(2) > LONE_SUM:
+        work = work.expand(2, -1, -1).contiguous()
+    direct = mode == EXACT and out.dtype == dtype and out.is_contiguous()
     result = run_program(
         program,
         work,
         mode=mode,
         dtype=dtype,
         tall=tall and not transpose,
-        overwrite=ours,
+        overwrite=work.data_ptr() != x.data_ptr(),
         result=out if direct else None,
     )
     if not direct:
+        result = result[: out.size(0)]
         out.copy_(result.mT if transpose else result)
 
 
-def _inverse_norm(x: Tensor, eps: float, dtype: torch.dtype, normalized: bool) -> Tensor:
-    """(batch, 1, 1): 1 / max(norm, eps) in dtype, 0 where that would divide by zero."""
+def _normalized(
+    x: Tensor, mode: str, dtype: torch.dtype, normalized: bool, eps: float
+) -> Tensor:
+    """x (batch, rows, cols) / max(norm, eps), contiguous, in the storage dtype of the mode.
+
+    Rounded once, from fp32, to the compute dtype. A new tensor, but for an x that needs no change at all.
+    """
+    storage = torch.float32 if mode == ROUNDED else dtype
     if normalized:
-        return torch.ones(1, 1, 1, dtype=dtype, device=x.device)
-    # Row sums first: a long reduction is split among threads, a short one is not.
-    norm = x.double().square().sum(dim=-1).sum(dim=-1).sqrt().clamp(min=eps)
+        work = x.to(storage).contiguous()
+    else:
+        wide = torch.float64 if storage == torch.float64 else torch.float32
+        # mul into a new tensor, not a cast and mul_: a cast may return x itself.
+        work = torch.empty(x.shape, dtype=wide, device=x.device)
+        work = torch.mul(x, _inverse_norm(x, eps, wide), out=work).to(storage)
+    return work.to(dtype).to(storage) if mode == ROUNDED else work
+
+
+def _inverse_norm(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """(batch, 1, 1): 1 / max(Frobenius norm, eps) in dtype, 0 where that would divide by zero."""
+    # Rows first: a reduction of a whole matrix may be split among threads, that of a row is not.
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(norm, dim=-1).clamp(min=eps)
     inverse = torch.where(norm == 0.0, 0.0, norm.reciprocal())
     # The largest finite factor serves norms whose inverse the dtype does not hold.
     return inverse.clamp(max=torch.finfo(dtype).max).to(dtype).view(-1, 1, 1)
