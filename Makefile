@@ -53,9 +53,9 @@ test: $(call needs,test) ext ## build, then run all tests that this machine can 
 	$(MAKE) --no-print-directory test-c DION3_BUILD=$$(cut -d' ' -f1 build/ext-config.txt)
 	$(PYTEST) $(XDIST) tests $(ARGS)
 
-## More tests
+## More tests, and measurements
 
-.PHONY: test-slow gpu-test gpu-bench mutants
+.PHONY: test-slow gpu-test gpu-bench bench mutants
 test-slow: $(call needs,test) ext ## the long experiments that `make test` leaves out
 	$(PYTEST) $(XDIST) tests -m slow --override-ini addopts= $(ARGS)
 
@@ -63,8 +63,13 @@ gpu-test: $(call needs,test) ext ## all tests on the GPU; fails where there is n
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-test: torch sees no GPU")'
 	$(PYTEST) tests $(ARGS)
 
-gpu-bench: $(call needs,demo) ext ## time the step and the orthogonalizer on the GPU; writes JSON and a plot to out/
+gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz and the step on the GPU beside their peers
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-bench: torch sees no GPU")'
+	$(PY) -m benchmarks.bench_gemm $(ARGS)
+	$(PY) -m benchmarks.bench_newton_schulz $(ARGS)
+	$(PY) -m benchmarks.bench_step $(ARGS)
+
+bench: $(call needs,demo) ext ## time the step and the orthogonalizer on this machine; JSON and a plot in out/
 	$(PY) -m dion3 bench $(ARGS)
 
 mutants: $(call needs,test) ext ## take each feature out in turn and show that a test fails
