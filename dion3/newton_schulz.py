@@ -383,7 +383,7 @@ def _run_part(
 ) -> None:
     tall = x.size(1) > x.size(2)
     transpose = tall and mode != EXACT
-    work = _normalized(x.mT if transpose else x, mode, dtype, normalized, eps)
+    work = _normalized(x, transpose, mode, dtype, normalized, eps)
     if mode == NATIVE and work.size(0) == 1 and work.size(2) > LONE_SUM:
         work = work.expand(2, -1, -1).contiguous()
     direct = mode == EXACT and out.dtype == dtype and out.is_contiguous()
@@ -402,27 +402,29 @@ def _run_part(
 
 
 def _normalized(
-    x: Tensor, mode: str, dtype: torch.dtype, normalized: bool, eps: float
+    x: Tensor, transpose: bool, mode: str, dtype: torch.dtype, normalized: bool, eps: float
 ) -> Tensor:
-    """x (batch, rows, cols) / max(norm, eps), contiguous, in the storage dtype of the mode.
+    """x or x^T / max(norm, eps), contiguous (batch, rows, cols), in the storage dtype of the mode.
 
     Rounded once, from fp32, to the compute dtype. A new tensor, but for an x that needs no change at all.
     """
     storage = torch.float32 if mode == ROUNDED else dtype
+    source = x.mT if transpose else x
     if normalized:
-        work = x.to(storage).contiguous()
+        work = source.to(storage).contiguous()
     else:
         wide = torch.float64 if storage == torch.float64 else torch.float32
         # mul into a new tensor, not a cast and mul_: a cast may return x itself.
-        work = torch.empty(x.shape, dtype=wide, device=x.device)
-        work = torch.mul(x, _inverse_norm(x, eps, wide), out=work).to(storage)
+        work = torch.empty(source.shape, dtype=wide, device=x.device)
+        work = torch.mul(source, _inverse_norm(x, eps, wide), out=work).to(storage)
     return work.to(dtype).to(storage) if mode == ROUNDED else work
 
 
 def _inverse_norm(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """(batch, 1, 1): 1 / max(Frobenius norm, eps) in dtype, 0 where that would divide by zero."""
-    # Rows first: a reduction of a whole matrix may be split among threads, that of a row is not.
-    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    # Contiguous, and rows first: the order of a sum depends on strides, and that over a whole matrix on
+    # the threads besides.
+    norm = torch.linalg.vector_norm(x.contiguous(), dim=-1, dtype=torch.float64)
     norm = torch.linalg.vector_norm(norm, dim=-1).clamp(min=eps)
     inverse = torch.where(norm == 0.0, 0.0, norm.reciprocal())
     # The largest finite factor serves norms whose inverse the dtype does not hold.
