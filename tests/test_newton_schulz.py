@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from dion3.coefficients import DEFAULT, KELLER, YOU
+from dion3.coefficients import DEFAULT, KELLER, YOU, normalize_coefficients
 from dion3.newton_schulz import gemm_add, gram_ns, newton_schulz, orthogonalize, symmetric_mm
 from dion3.program import build_program
 
-module = sys.modules["dion3.newton_schulz"]
+matrix_ops = sys.modules["dion3.matrix_ops"]
 
 FUNCTIONS = (gram_ns, newton_schulz)
 FLOAT16S = (torch.float16, torch.bfloat16)
@@ -69,11 +69,13 @@ def test_values_in_every_compute_dtype(shape, dtype, bound, device):
         assert ref.relative(ours, exact) < 2 * ref.relative(usual, exact) + 1e-3
 
 
-@pytest.mark.parametrize("coefficients", [YOU, KELLER, (DEFAULT[0],), DEFAULT[:2], DEFAULT + DEFAULT[-1:] * 2])
+@pytest.mark.parametrize(
+    "coefficients", [YOU, KELLER, (DEFAULT[0],), DEFAULT[:2], DEFAULT + DEFAULT[-1:] * 2]
+)
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (24, 24)])
 def test_other_coefficients_and_numbers_of_steps(coefficients, shape, device):
     X = randn(*shape, dtype=torch.float64, device=device)
-    table = module.normalize_coefficients(coefficients)
+    table = normalize_coefficients(coefficients)
     for f in FUNCTIONS:
         assert ref.relative(f(X, coefficients=coefficients), ref.exact(X, table)) < 1e-11
 
@@ -151,8 +153,10 @@ KINDS = {
     "gaussian": lambda n, m, s: randn(n, m, seed=s, dtype=torch.float64),
     "ill-conditioned": lambda n, m, s: ref.with_spectrum(ref.log_down(-6, n), m, s),
     "low rank": lambda n, m, s: ref.with_spectrum(ref.pad(ref.log_down(-1, n // 8), n), m, s),
-    "heavy tail": lambda n, m, s: randn(n, m, seed=s, dtype=torch.float64)
-    / randn(n, m, seed=s + 1, dtype=torch.float64).abs().clamp(min=1e-2),
+    "heavy tail": lambda n, m, s: (
+        randn(n, m, seed=s, dtype=torch.float64)
+        / randn(n, m, seed=s + 1, dtype=torch.float64).abs().clamp(min=1e-2)
+    ),
     "large": lambda n, m, s: randn(n, m, seed=s, dtype=torch.float64) * 1e3,
     "small": lambda n, m, s: randn(n, m, seed=s, dtype=torch.float64) * 1e-3,
     "near-orthogonal": lambda n, m, s: ref.with_spectrum(torch.linspace(0.95, 1.05, n), m, s),
@@ -174,7 +178,9 @@ def test_49_cases_against_the_eager_bfloat16_code(device):
             ratios.append(ref.relative(fused, exact) / usual)
             best = orthogonalize(G)
             better.append(ref.relative(best, exact) / usual)
-            cosine = (best.double().cpu() * exact).sum() / (best.double().norm().cpu() * exact.norm())
+            cosine = (best.double().cpu() * exact).sum() / (
+                best.double().norm().cpu() * exact.norm()
+            )
             assert cosine > 0.978, (rows, cols, name)
             drift = torch.linalg.svdvals(best.double().cpu()) - torch.linalg.svdvals(exact)
             assert drift.abs().max() < 0.17, (rows, cols, name)
@@ -186,7 +192,9 @@ def test_49_cases_against_the_eager_bfloat16_code(device):
 # ---- the batch ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (7, 13), (33, 65), (65, 33), (48, 48), (128, 300), (18, 1300)])
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (7, 13), (33, 65), (65, 33), (48, 48), (128, 300), (18, 1300)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_grouped_equals_single_bitwise(shape, dtype, threads, device):
     X = randn(7, *shape, device=device)
@@ -213,9 +221,12 @@ def test_result_does_not_depend_on_the_number_of_threads_or_on_chunks(monkeypatc
             results = []
             for count in (1, 2, 4):
                 torch.set_num_threads(count)
-                results += [gram_ns(X, dtype=dtype), torch.stack([gram_ns(x, dtype=dtype) for x in X])]
+                results += [
+                    gram_ns(X, dtype=dtype),
+                    torch.stack([gram_ns(x, dtype=dtype) for x in X]),
+                ]
                 assert torch.get_num_threads() == count
-            monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
+            monkeypatch.setitem(matrix_ops.CHUNK_BYTES, "cpu", 1)
             results.append(gram_ns(X, dtype=dtype))
             monkeypatch.undo()
             assert all(torch.equal(r, results[0]) for r in results)
@@ -301,7 +312,9 @@ def test_views_and_the_input_stays(dtype, compute, device):
             options = {} if f is orthogonalize else {"dtype": compute}
             result = f(view, **options)
             assert torch.equal(base, before), name
-            assert torch.equal(result, f(view.clone(memory_format=torch.contiguous_format), **options)), name
+            assert torch.equal(
+                result, f(view.clone(memory_format=torch.contiguous_format), **options)
+            ), name
             assert result.dtype == (torch.bfloat16 if f is orthogonalize else dtype)
             assert result.is_contiguous() and result.data_ptr() != view.data_ptr()
 
@@ -340,7 +353,11 @@ def test_normalized_input_is_used_as_it_is_and_never_written(device):
 
 
 def test_grouped_entry_writes_any_output(device):
-    xs = [randn(2, 8, 20, device=device), randn(30, 6, device=device), randn(0, 4, 5, device=device)]
+    xs = [
+        randn(2, 8, 20, device=device),
+        randn(30, 6, device=device),
+        randn(0, 4, 5, device=device),
+    ]
     outs = [
         torch.full((2, 20, 8), float("nan"), dtype=torch.float16, device=device).mT,
         torch.full((30, 12), float("nan"), device=device)[:, ::2],
@@ -359,7 +376,9 @@ def test_backends(device):
             other = gram_ns(X, dtype=dtype, backend=backend)
             bound = 0.004 if dtype == torch.float16 else 0.03
             assert ref.relative(other, auto.double().cpu()) < bound
-    assert torch.equal(gram_ns(X, backend="reference", dtype=torch.float32), gram_ns(X, dtype=torch.float32))
+    assert torch.equal(
+        gram_ns(X, backend="reference", dtype=torch.float32), gram_ns(X, dtype=torch.float32)
+    )
 
 
 def test_native_bfloat16_rounds_where_the_emulation_does():
@@ -389,7 +408,9 @@ def test_matmul_precision_setting_does_not_reach_the_emulation(precision):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [(1, 1, 128), (3, 17, 5), (1, 130, 200), (3, 128, 128), (2, 257, 64)])
+@pytest.mark.parametrize(
+    "size", [(1, 1, 128), (3, 17, 5), (1, 130, 200), (3, 128, 128), (2, 257, 64)]
+)
 @pytest.mark.parametrize("alpha", [1.0, 2.5])
 @pytest.mark.parametrize("beta", [None, 1.0, 0.5])
 def test_products_are_as_accurate_as_torch(dtype, size, alpha, beta, device):
@@ -514,13 +535,18 @@ def test_compiles_without_graph_breaks(device):
 
     x = randn(2, 6, 10, device=device)
     torch._dynamo.reset()
-    for ours, eager in zip(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x), strict=True):
+    for ours, eager in zip(
+        torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x), strict=True
+    ):
         torch.testing.assert_close(ours, eager)
 
 
 def test_meta_and_fake_tensors():
     x = torch.empty(3, 5, 8, device="meta")
-    assert torch.ops.dion3.newton_schulz(x, FLAT, [2], "gram", torch.float16, False, 0.0).shape == x.shape
+    assert (
+        torch.ops.dion3.newton_schulz(x, FLAT, [2], "gram", torch.float16, False, 0.0).shape
+        == x.shape
+    )
     assert torch.ops.dion3.symmetric_mm(x, x, None, 1.0, 1.0).shape == (3, 5, 5)
 
 
@@ -576,6 +602,8 @@ def test_gradients_are_refused_only_with_grad_mode_on():
         (lambda: gram_ns(X23, eps=float("nan")), ValueError, "eps"),
         (lambda: gram_ns(X23, backend="triton"), ValueError, "backend"),
         (lambda: gram_ns(X23, backend="cublas"), ValueError, "float16 or bfloat16"),
+        (lambda: gram_ns(X23, backend="sm90", dtype=torch.float16), RuntimeError, "no kernel"),
+        (lambda: symmetric_mm([[1.0]]), TypeError, "list"),
         (lambda: symmetric_mm(X23, torch.ones(2, 4)), ValueError, "B must have shape"),
         (lambda: symmetric_mm(X23, C=torch.ones(3, 3)), ValueError, "C must have shape"),
         (lambda: symmetric_mm(X23, X23.half()), TypeError, "B must have A's dtype"),
