@@ -214,9 +214,8 @@ def _collect(model: nn.Module) -> tuple[dict[int, list[_Use]], dict[int, torch.T
             if parameter is None:
                 continue
             owner, owner_path = module, path
-            if (
-                type(module).__name__ == "ParametrizationList"
-            ):  # x.parametrizations.weight.original0
+            # A parametrized weight hangs below its module: conv.parametrizations.weight.original0.
+            if type(module).__name__ == "ParametrizationList":
                 owner_path = ".".join(path.split(".")[:-2])
                 owner = modules.get(owner_path, module)
             name = _strip_wrappers(f"{path}.{leaf}" if path else leaf)

@@ -501,6 +501,34 @@ def test_extreme_fp16_gradients(device, scale):
     assert p.isfinite().all() and (p != before).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_restarts_hold_in_16_bits(device, dtype):
+    """A wide matrix with a steeply falling spectrum: without the restart the iteration blows up, with
+    the default the update keeps the norm of an orthogonal matrix."""
+    norms = {}
+    for restarts in ("auto", ()):
+        p = torch.nn.Parameter(torch.zeros(64, 256, device=device))
+        opt = dion3.Dion3(
+            [p], lr=1.0, fraction=1.0, newton_schulz="gram", restarts=restarts, ns_dtype=dtype
+        )
+        steps(opt, [p], [[matrix(64, 256, seed=1, decay=3.0, device=device)]])
+        norms[restarts] = torch.linalg.matrix_norm(p.detach(), 2).item()
+    assert norms["auto"] < 1.5
+    assert not norms[()] < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_tall_matrix_is_worked_on_from_its_short_side(device, dtype):
+    """Its update has the bits of the transposed one's, so the small Gram matrix was used."""
+    wide = torch.nn.Parameter(torch.zeros(16, 48, device=device))
+    tall = torch.nn.Parameter(torch.zeros(48, 16, device=device))
+    g = matrix(16, 48, seed=1, decay=1.0, device=device)
+    for p, grad in ((wide, g), (tall, g.mT.contiguous())):
+        opt = dion3.Dion3([p], lr=1.0, fraction=1.0, ns_dtype=dtype, adjust_lr_fn="none")
+        steps(opt, [p], [[grad]])
+    assert torch.equal(wide.detach(), tall.detach().mT)
+
+
 # ---- momentum --------------------------------------------------------------------------------------------
 
 
@@ -579,6 +607,18 @@ def test_equal_parameters_round_differently(device):
     steps(opt, [a, b], [[g, g.clone()]])
     assert not torch.equal(a, b)
     assert (a.float() - b.float()).abs().max() <= ulp(a).max() * 1.01
+
+
+def test_equal_matrices_of_a_stack_round_differently(device):
+    """So is the place of the matrix in its parameter, and of the block in its matrix."""
+    one = matrix(1, 16, 32, dtype=torch.bfloat16, device=device)
+    g = matrix(1, 16, 32, seed=1, dtype=torch.bfloat16, device=device)
+    stack = torch.nn.Parameter(one.repeat(2, 1, 1))
+    fused = torch.nn.Parameter(one[0].repeat(2, 1))
+    opt = dion3.Dion3([{"params": [stack]}, {"params": [fused], "split_sizes": (16, 16)}], lr=1e-3)
+    steps(opt, [stack, fused], [[g.repeat(2, 1, 1), g[0].repeat(2, 1)]])
+    assert not torch.equal(stack[0], stack[1])
+    assert not torch.equal(fused[:16], fused[16:])
 
 
 @pytest.mark.parametrize("part", [1 / 8, 1 / 3, 1 / 5])

@@ -135,6 +135,19 @@ def test_the_mark_of_a_tied_parameter_counts_under_each_name(output_first):
     assert model.tokens.weight in {d.parameter for d in included}
 
 
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_name_counts_wherever_a_tied_parameter_has_it(head_first):
+    model = nn.Module()
+    for name in ("lm_head", "trunk") if head_first else ("trunk", "lm_head"):
+        model.add_module(name, nn.Linear(8, 8, bias=False))
+    model.lm_head.weight = model.trunk.weight
+    assert list(algorithms(model).values()) == ["adamw"]
+    shared = nn.Module()
+    shared.trunk = nn.Linear(8, 8, bias=False)
+    shared.lm_head = shared.trunk  # the same module under two names
+    assert list(algorithms(shared).values()) == ["adamw"]
+
+
 def test_huggingface_output_embeddings():
     class Fake(nn.Module):
         def __init__(self):
@@ -159,6 +172,8 @@ def test_huggingface_output_embeddings():
     assert got["readout.weight"] == got["tables.weight"] == "adamw"
     assert got["body.weight"] == got["last.weight"] == "dion3"
     assert rule(Wrapper(), "readout.weight").rule == "get_output_embeddings()"
+    # The output layer is known, so the last matrix raises no question.
+    assert not any(d.warning for d in classify(Wrapper()))
 
 
 def test_huggingface_getters_that_are_not_there():
