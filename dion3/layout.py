@@ -156,13 +156,13 @@ def keeps_strides(parameter: Tensor, options: GroupOptions) -> bool:
 
 def check_parameter(name: str, parameter: Tensor, options: GroupOptions) -> None:
     """Raise ValueError or RuntimeError, naming the parameter, if it cannot be optimised."""
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter {name} is not initialised yet: run one forward pass first")
     shape = tuple(parameter.shape)
     kind = type(parameter).__name__
     if _is_dtensor(parameter):
         raise ValueError(
-            f"parameter {name} is a DTensor with placements {parameter.placements}: "
+            f"parameter {name} is a DTensor with placements {getattr(parameter, 'placements', '?')}: "
             "distributed tensors are not supported yet; build the optimizer on plain parameters"
         )
     if kind == "FlatParameter" or name.endswith("_flat_param'"):

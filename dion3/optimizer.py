@@ -21,7 +21,6 @@ from .options import (
     CHECKS,
     MUON_KEYS,
     GroupOptions,
-    Options,
     group_options,
     make_options,
     normalise_group,
@@ -82,6 +81,9 @@ class Dion3(Optimizer):
     made at the first step for all parameters that require a gradient (`init_state` makes it earlier).
     """
 
+    _signature: Signature | None  # of the plans; None: none are made
+    _plans: list[DevicePlan]
+
     def __init__(
         self,
         params: ParamsT,
@@ -110,7 +112,16 @@ class Dion3(Optimizer):
         adamw_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
-        values = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
+        values = (
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
         defaults = {k: CHECKS[k](k, v) for k, v in zip(MUON_KEYS, values, strict=True)}
         self._options = make_options(
             fraction=fraction,
@@ -252,8 +263,8 @@ class Dion3(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
-        self._signature: Signature | None = None
-        self._plans: list[DevicePlan] = []
+        self._signature = None
+        self._plans = []
         self._hyper = HyperTable(self._momentum_rule())
 
     # ---- pickling and checkpoints ----------------------------------------------------------------
@@ -386,10 +397,11 @@ def _check_no_repeats(
 def _unusable_gradient(
     groups: Sequence[Mapping[str, Any]], index: int, grad: Tensor
 ) -> RuntimeError:
-    for number, group in enumerate(groups):
-        if index < len(group["params"]):
-            break
-        index -= len(group["params"])
+    number = 0
+    while index >= len(groups[number]["params"]):
+        index -= len(groups[number]["params"])
+        number += 1
+    group = groups[number]
     name = _name(group.get("param_names"), index, number)
     if grad.layout is not torch.strided:
         return RuntimeError(

@@ -61,7 +61,7 @@ def one_thread_per_matrix(batch: int, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def keep_fp32_operands(device: torch.device) -> Iterator[None]:
     """Within it, oneDNN does not shorten fp32 operands, whatever set_float32_matmul_precision said."""
-    flags = torch.backends.mkldnn.matmul
+    flags = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 (unknown to type checkers)
     before = flags.fp32_precision
     if device.type != "cpu" or before in ("none", "ieee"):
         yield
