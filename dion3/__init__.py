@@ -8,6 +8,7 @@ from .coefficients import KELLER, POLAR_EXPRESS, YOU, scaled
 from .muon import Muon, NorMuon
 from .newton_schulz import gemm_add, gram_ns, newton_schulz, orthogonalize, symmetric_mm
 from .optimizer import Dion3
+from .param_groups import param_groups
 from .restarts import find_restarts
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "newton_schulz",
     "ops",
     "orthogonalize",
+    "param_groups",
     "scaled",
     "symmetric_mm",
 ]

@@ -234,7 +234,9 @@ def _check_input(X: Tensor, name: str) -> None:
             + (": orthogonalise the real and imaginary parts yourself" if X.is_complex() else "")
         )
     if X.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {X.layout}: call {name}.to_dense()")
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {X.layout}: call {name}.to_dense()"
+        )
     if X.dim() < 2:
         raise ValueError(f"{name} must have at least two dimensions, got shape {tuple(X.shape)}")
     if X.requires_grad and torch.is_grad_enabled():
@@ -244,7 +246,9 @@ def _check_input(X: Tensor, name: str) -> None:
         )
 
 
-def _check_product(A: Tensor, B: Tensor, C: Tensor | None, shape: torch.Size, transposed: bool) -> None:
+def _check_product(
+    A: Tensor, B: Tensor, C: Tensor | None, shape: torch.Size, transposed: bool
+) -> None:
     named = {"A": A, "B": B} if C is None else {"A": A, "B": B, "C": C}
     for name, tensor in named.items():
         _check_input(tensor, name)
@@ -288,14 +292,18 @@ def _apply(
 ) -> Tensor:
     compute = default_dtype(X) if dtype is None else dtype
     if compute not in DTYPES:
-        raise ValueError(f"dtype must be None, float16, bfloat16, float32 or float64, got {dtype!r}")
+        raise ValueError(
+            f"dtype must be None, float16, bfloat16, float32 or float64, got {dtype!r}"
+        )
     if not (isinstance(eps, (int, float)) and 0.0 <= eps < float("inf")):
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     flat = list(itertools.chain.from_iterable(table))
     if backend == "auto":
-        result = torch.ops.dion3.newton_schulz(X, flat, restarts, method, compute, False, float(eps))
+        result = torch.ops.dion3.newton_schulz(
+            X, flat, restarts, method, compute, False, float(eps)
+        )
     else:
         if backend == "cublas" and compute not in (torch.float16, torch.bfloat16):
             raise ValueError(f'backend="cublas" needs dtype float16 or bfloat16, got {compute}')
@@ -316,7 +324,9 @@ def _program(
     if not coefficients or len(coefficients) % 3:
         raise ValueError(f"coefficients must hold 3 numbers per iteration, got {len(coefficients)}")
     steps = len(coefficients) // 3
-    table = tuple((coefficients[i], coefficients[i + 1], coefficients[i + 2]) for i in range(0, 3 * steps, 3))
+    table = tuple(
+        (coefficients[i], coefficients[i + 1], coefficients[i + 2]) for i in range(0, 3 * steps, 3)
+    )
     if method == "standard" or (method == "auto" and square):
         return build_program(table, tuple(range(1, steps)))
     return build_program(table, check_restarts(restarts, steps))

@@ -221,4 +221,6 @@ def workspace_bytes(n: int, m: int, mode: str, dtype: torch.dtype) -> int:
     """Bytes of buffers that run_program and its caller keep for one n x m matrix, at most."""
     size = 4 if mode == ROUNDED else dtype.itemsize
     # The rounded copies and the fp32 sums of the other modes come to two squares more.
-    return size * (len(SQUARES) * n * n + len(RECTANGLES) * n * m) + (0 if mode == EXACT else 12 * n * n)
+    return size * (len(SQUARES) * n * n + len(RECTANGLES) * n * m) + (
+        0 if mode == EXACT else 12 * n * n
+    )

@@ -14,8 +14,9 @@ Restarted Gram Newton-Schulz (n the short side of X, m the long side; all n x n 
     at the end of a segment      X <- Q X, or X <- Z X + a X for a segment of one iteration
 
 A segment is what lies between two restarts. The terms with a are added to the fp32 accumulator; a is
-never part of a 16-bit matrix. Keeping the first Q implicit differs from the published form, which rounds
-Z + a I after a cancellation: the error on well-conditioned inputs falls by a factor of about three.
+never part of a 16-bit matrix. The published form stores the first Q; keeping it implicit saves that pass,
+and the rounding of Z + a I after a cancellation (with a in 16 bits that costs a factor of three in the error
+on well-conditioned inputs).
 
 The standard iteration is the same program with a restart after every iteration: R = A, Z = B,
 X <- Z X + a X. With segments of L iterations the products number 4 L - 3 square ones (1 for L = 1) plus
