@@ -1,4 +1,5 @@
-"""`Dion3.describe` and `Dion3.stats`: what a step does, in words and numbers. Never on the hot path."""
+"""`Dion3.describe` and `Dion3.stats`: what a step does, in words and numbers. Never on the hot
+path."""
 
 from __future__ import annotations
 
