@@ -195,24 +195,72 @@ __device__ __forceinline__ void d3_read(const void* p, int dtype, float (&x)[N])
     }
 }
 
+/* The random words of V vectors of eight neighbours whose global indices are multiples of 8, given as
+ * index >> 3; the bits of d3_random_block. Written as one: V independent chains of multiplications hide each
+ * other's latency and share the key schedule, and mul.wide keeps a round to two products and two
+ * three-way xors a chain. */
+template <int V>
+__device__ __forceinline__ void d3_random_vectors(uint64_t seed, uint32_t step, uint32_t param_id,
+                                                  const uint64_t (&block)[V], uint32_t (&u)[V][4]) {
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint32_t x[V], y[V], z[V], w[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        x[v] = (uint32_t)block[v];
+        y[v] = (uint32_t)(block[v] >> 32);
+        z[v] = step;
+        w[v] = param_id;
+    }
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            uint32_t low0, high0, low1, high1;
+            asm("{.reg .b64 p;\n mul.wide.u32 p, %2, %3;\n mov.b64 {%0, %1}, p;}"
+                : "=r"(low0), "=r"(high0)
+                : "r"(x[v]), "r"(D3_PHILOX_M0));
+            asm("{.reg .b64 p;\n mul.wide.u32 p, %2, %3;\n mov.b64 {%0, %1}, p;}"
+                : "=r"(low1), "=r"(high1)
+                : "r"(z[v]), "r"(D3_PHILOX_M1));
+            x[v] = high1 ^ y[v] ^ k0;
+            z[v] = high0 ^ w[v] ^ k1;
+            y[v] = low1;
+            w[v] = low0;
+        }
+        k0 += D3_PHILOX_W0;
+        k1 += D3_PHILOX_W1;
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        u[v][0] = x[v];
+        u[v][1] = y[v];
+        u[v][2] = z[v];
+        u[v][3] = w[v];
+    }
+}
+
 /* The 16 random bits of N elements from a global index on, `stride` apart, two to a word as
- * d3_vector holds 16-bit elements. One Philox call for eight neighbours from a multiple of 8 on; otherwise
- * one an element, in a loop that turns the words so that they stay in registers. */
+ * d3_vector holds 16-bit elements. One Philox call for neighbours that lie in one group of eight, from a multiple
+ * of N on; otherwise one an element, in a loop that turns the words so that they stay in registers. */
 template <int N>
 __device__ __forceinline__ void d3_random_words(uint64_t seed, uint32_t step, uint32_t param_id,
                                                 int64_t index, int64_t stride, uint32_t (&u)[(N + 1) / 2]) {
     if constexpr (N == 1) {
         u[0] = d3_random_piece(d3_random_block(seed, step, param_id, index), (uint32_t)index & 7u);
     } else {
-        if constexpr (N == 8) {
-            if (stride == 1 && (index & 7) == 0) {
-                const d3_random r = d3_random_block(seed, step, param_id, index);
-                u[0] = r.x;
-                u[1] = r.y;
-                u[2] = r.z;
-                u[3] = r.w;
-                return;
+        static_assert(N == 4 || N == 8, "a vector of 16-bit elements lies in one group of eight");
+        if (stride == 1 && (index & (N - 1)) == 0) {
+            const uint64_t block[1] = {(uint64_t)index >> 3};
+            uint32_t words[1][4];
+            d3_random_vectors<1>(seed, step, param_id, block, words);
+            const bool second = N == 4 && (index & 4);
+            u[0] = second ? words[0][2] : words[0][0];
+            u[1] = second ? words[0][3] : words[0][1];
+            if constexpr (N == 8) {
+                u[2] = words[0][2];
+                u[3] = words[0][3];
             }
+            return;
         }
 #pragma unroll
         for (int w = 0; w < N / 2; ++w) u[w] = 0;
@@ -237,10 +285,10 @@ __device__ __forceinline__ d3_vector<DTYPE, N> d3_round_stochastic(const float (
     d3_vector<DTYPE, N> v;
     const int type = DTYPE == D3_ANY ? dtype : DTYPE;
     if constexpr (DTYPE == DION3_BF16 && N % 2 == 0) {
-        bool plain = true;
+        float total = fabsf(x[0]); /* no less than any of them, NaN if one is */
 #pragma unroll
-        for (int i = 0; i < N; ++i) plain = plain && fabsf(x[i]) < 3.3895313892515355e38f;
-        if (plain) {
+        for (int i = 1; i < N; ++i) total = __fadd_rn(total, fabsf(x[i]));
+        if (total < 3.3895313892515355e38f) {
 #pragma unroll
             for (int i = 0; i < N; i += 2) {
                 const uint32_t low = __float_as_uint(x[i]) + (u[i / 2] & 0xffffu);

@@ -3,8 +3,7 @@
  *
  * A block of 256 threads takes a few consecutive rows of one matrix. Short rows are shared by 1 to 32
  * lanes of a warp, so that several rows are under way at once; long ones by the whole block. What a
- * block takes depends on the item alone, never on the other items, so neither do its sums. One 16-byte
- * vector a thread and many resident threads keep the memory busy; more vectors a thread were slower.
+ * block takes depends on the item alone, never on the other items, so neither do its sums.
  *
  * A row begins with up to N - 1 elements before its first aligned vector and ends with a rest; both
  * are done an element at a time, so rows of odd length keep their vectors.
@@ -16,6 +15,8 @@
 
 #define D3_THREADS 256
 #define D3_WARPS (D3_THREADS / 32)
+#define D3_WARP_VECTORS 512 /* a row of up to this many vectors belongs to one warp */
+#define D3_MAX_LONG_ROWS (4096 / (D3_WARP_VECTORS + 1)) /* rows of a block that shares each row whole */
 
 struct d3_strides {
     int64_t batch, row, col;
@@ -51,16 +52,20 @@ static inline void d3_swap(int64_t* a, int64_t* b) {
     *b = c;
 }
 
-/* Deals rows x cols, in vectors of `width` elements and about `target` vectors a block. Returns the
- * number of blocks of `batch` matrices, ~0 if they are too many for 32-bit sizes. */
-static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int64_t cols, int width,
-                                    uint32_t target) {
+/* Deals rows x cols in vectors of `width` elements. A block gets 1024 vectors of a small item, 4096 of one that
+ * fills the device several times over: long-lived blocks spend less of their time without loads under
+ * way. Returns the number of blocks of `batch` matrices, ~0 if they are too many for 32-bit sizes. */
+static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int64_t cols, int width) {
     if (batch == 0 || rows == 0 || cols == 0) return 0;
     if (rows >= 1ll << 31 || cols >= 1ll << 31 || batch >= 1ll << 31) return ~0ull;
     const uint32_t vectors = (uint32_t)((cols + width - 1) / width);
+    const double total = (double)batch * (double)rows * vectors;
+    const uint32_t target = total > 4096.0 * 2048.0   ? 4096
+                            : total > 2048.0 * 2048.0 ? 2048
+                                                      : 1024;
     uint32_t groups;
     g->log_lanes = 8;
-    if (vectors <= D3_THREADS) {
+    if (vectors <= D3_WARP_VECTORS) {
         g->log_lanes = 0;
         while (g->log_lanes < 5 && (1u << g->log_lanes) < vectors) ++g->log_lanes;
     }

@@ -17,15 +17,9 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define TARGET_VECTORS 1024 /* of a block of the row kernel */
 #define STRIP_ROWS 512
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor, as registers allow */
-#else
-#define ROW_BLOCKS 5
-#endif
 #define MAX_STRIPS 128
-#define MAX_LONG_ROWS (TARGET_VECTORS / (D3_THREADS + 1)) /* rows of a block that shares each row whole */
 
 struct momentum_entry {
     char* momentum;
@@ -58,23 +52,37 @@ __device__ __forceinline__ momentum_numbers numbers_of(const momentum_entry& e) 
     return s;
 }
 
-/* N elements: x becomes the new m as stored, g what enters the squared norm. Returns the vector to store. */
+/* N elements: x becomes the new m as stored, g the gradient. Returns the vector to store. */
 template <int MD, int GD, int N>
 __device__ __forceinline__ d3_vector<MD, N> advance(const momentum_entry& e, const momentum_numbers& s,
                                                     const d3_vector<MD, N>& m, const d3_vector<GD, N>& grad,
-                                                    float (&x)[N], float (&y)[N]) {
-    float g[N];
+                                                    float (&x)[N], float (&g)[N]) {
     d3_widen<MD, N>(m, e.momentum_dtype, x);
     d3_widen<GD, N>(grad, e.grad_dtype, g);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = d3_momentum(s.keep, x[i], s.gain, g[i]);
     const d3_vector<MD, N> stored = d3_round<MD, N>(x, e.momentum_dtype);
     d3_widen<MD, N>(stored, e.momentum_dtype, x);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        y[i] = s.looks_ahead ? d3_nesterov(s.nesterov, x[i], s.gain, g[i]) : x[i];
-    }
     return stored;
+}
+
+/* Adds |m| and the square of the Newton-Schulz input to element i's sums, sum(i) and square(i). A
+ * conversion to fp64 costs four fp64 additions: without nesterov the two share one. */
+template <int N, typename Sum>
+__device__ __forceinline__ void add_up(const momentum_numbers& s, const float (&x)[N], const float (&g)[N],
+                                       Sum sum) {
+    if (!s.looks_ahead) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const double wide = (double)x[i];
+            sum(i, wide, wide);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            sum(i, (double)x[i], (double)d3_nesterov(s.nesterov, x[i], s.gain, g[i]));
+        }
+    }
 }
 
 /* ---- rows ------------------------------------------------------------------------------------- */
@@ -98,13 +106,33 @@ __device__ __forceinline__ void row_piece(const momentum_entry& e, const momentu
     } else {
         d3_put_each<MD, 1>(m, 0, e.momentum_dtype, stored);
     }
-    if (s.scored) {
+    add_up<N>(s, x, y, [&](int, double value, double input) {
+        l1 += fabs(value);
+        squares = fma(input, input, squares);
+    });
+}
+
+/* V vectors of a row and of its aligned gradient, `apart` vectors from each to the next: the loads of
+ * all first. */
+template <int MD, int GD, int V>
+__device__ __forceinline__ void row_vectors(const momentum_entry& e, const momentum_numbers& s, char* m,
+                                            const char* g, uint32_t apart, double& l1, double& squares) {
+    constexpr int N = d3_width(MD);
+    d3_vector<MD, N> old[V];
+    d3_vector<GD, N> grad[V];
 #pragma unroll
-        for (int i = 0; i < N; ++i) l1 += (double)fabsf(x[i]);
-    }
-    if (s.squared) {
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * apart * old[v].BYTES);
 #pragma unroll
-        for (int i = 0; i < N; ++i) squares = fma((double)y[i], (double)y[i], squares);
+    for (int v = 0; v < V; ++v) grad[v] = d3_fetch<GD, N, true>(g + v * apart * grad[v].BYTES);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        old[v] = advance<MD, GD, N>(e, s, old[v], grad[v], x, y);
+        d3_put<MD, N>(m + v * apart * old[v].BYTES, old[v]);
+        add_up<N>(s, x, y, [&](int, double value, double input) {
+            l1 += fabs(value);
+            squares = fma(input, input, squares);
+        });
     }
 }
 
@@ -112,7 +140,7 @@ template <int MD, int GD>
 __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
     momentum_rows_kernel(const __grid_constant__ momentum_table table) {
     constexpr int N = d3_width(MD);
-    __shared__ double part[2][MAX_LONG_ROWS][D3_WARPS];
+    __shared__ double part[2][D3_MAX_LONG_ROWS][D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
     const momentum_entry& e = table.entries[index];
     const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
@@ -132,8 +160,21 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
             const bool vector_grad = d3_aligned<GD, N>(g + head * g_step);
             char* mv = m + (head + (int64_t)p.lane * N) * m_step;
             const char* gv = g + (head + (int64_t)p.lane * N) * g_step;
+            uint32_t v = p.lane;
+            if constexpr (N > 1) {
+                if (vector_grad) {
 #pragma unroll 1
-            for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
+                    for (; v + p.lanes < vectors; v += 2 * p.lanes) {
+                        row_vectors<MD, GD, 2>(e, s, mv, gv, p.lanes, l1, squares);
+                        mv += 2 * p.lanes * N * m_step;
+                        gv += 2 * p.lanes * N * g_step;
+                    }
+                    if (v < vectors) row_vectors<MD, GD, 1>(e, s, mv, gv, p.lanes, l1, squares);
+                    v = vectors;
+                }
+            }
+#pragma unroll 1
+            for (; v < vectors; v += p.lanes) {
                 row_piece<MD, GD, N>(e, s, mv, gv, vector_grad, l1, squares);
                 mv += p.lanes * N * m_step;
                 gv += p.lanes * N * g_step;
@@ -224,11 +265,10 @@ __global__ void __launch_bounds__(D3_THREADS, 3)
                 if (row + u * D3_WARPS >= end) break;
                 const d3_vector<MD, N> stored = advance<MD, GD, N>(e, s, old[u], grad[u], x, y);
                 d3_put_aligned<MD, N>(to + u * m_jump, e.momentum_dtype, stored);
-#pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    l1[i] += (double)fabsf(x[i]);
-                    squares[i] = fma((double)y[i], (double)y[i], squares[i]);
-                }
+                add_up<N>(s, x, y, [&](int i, double value, double input) {
+                    l1[i] += fabs(value);
+                    squares[i] = fma(input, input, squares[i]);
+                });
             }
             to += ROWS_AHEAD * m_jump;
             from += ROWS_AHEAD * g_jump;
@@ -398,7 +438,7 @@ static d3_work prepare_sums(const dion3_momentum_item* it, momentum_entry* e, ch
     const int pair = work.kernel % DTYPE_PAIRS;
     const int width = pair == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
     if (work.kernel < DTYPE_PAIRS) {
-        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width, TARGET_VECTORS);
+        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width);
     } else {
         const uint64_t tile = pair == ANY_ANY ? 32 : 32 * column_width(it->momentum.dtype);
         work.blocks = (e->rows.cols + tile - 1) / tile * e->strips * (uint64_t)it->batch;

@@ -4,9 +4,11 @@
  *   update (batch, rows, cols), any dtype and strides; second_moment (batch, neurons) fp32;
  *   factor (batch, rows) fp32. s_i = mean_j o_ij^2; v <- beta2 v + (1 - beta2) s; d = sqrt(v) + eps;
  *   factor_i = sqrt(sum s / sum (s / d^2)) / d_i.
- * Two launches: row sums into the workspace (geometry.cuh), then one block of 256 a matrix for the second
- * moments, the two sums over the matrix, and the factors. The normalised update is never stored.
- * Bytes: one read of the update; fp64 sums as in momentum.cu. The second launch is a few microseconds.
+ * Two launches. Row sums (geometry.cuh); who finishes a row also moves its second moment and leaves d_i in
+ * factor, and every block leaves its share of the two sums over the matrix in the workspace. Then a block to
+ * 2048 rows adds the shares, in order, and turns d_i into factor_i. The normalised update is never stored.
+ * Bytes: one read of the update. Sums: one conversion to fp64 and one fp64 multiply-add an element, the
+ * conversions half of their roof where that is 16 a clock (compute capability 8.0, 9.0).
  * Source: Algorithm 4 lines 4-6.
  */
 #include "../rows.h"
@@ -14,12 +16,10 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define TARGET_VECTORS 1024
-#define MAX_LONG_ROWS (TARGET_VECTORS / (D3_THREADS + 1))
 
 struct neuron_entry {
     const char* update;
-    float* mean; /* workspace (batch, rows): s */
+    double* shares; /* workspace (batch, blocks_per_matrix, 2): sum s and sum s / d^2 of a block's rows */
     float* second_moment;
     const int32_t* indices;
     float* factor;
@@ -32,34 +32,45 @@ struct neuron_entry {
 
 typedef d3_table<neuron_entry> neuron_table;
 
+#define FACTOR_ROWS 2048 /* rows of a block of the second launch */
+#define VECTORS_AHEAD 4
+
 template <int OD, int N>
-__device__ __forceinline__ double squares_of(const char* o, int dtype) {
-    d3_vector<OD, N> v;
+__device__ __forceinline__ double squares_of(const d3_vector<OD, N>& v, int dtype, double sum) {
     float x[N];
-    double sum = 0.0;
-    if constexpr (N > 1) {
-        v = d3_fetch<OD, N, false>(o);
-    } else {
-        v = d3_fetch_each<OD, 1>(o, 0, dtype);
-    }
     d3_widen<OD, N>(v, dtype, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum = fma((double)x[i], (double)x[i], sum);
     return sum;
 }
 
+/* The numbers of a row whose sum of squares is known: its second moment moves, factor takes d. */
+__device__ __forceinline__ void finish_row(const neuron_entry& e, int64_t batch, uint32_t row,
+                                           double squares, double& total, double& scaled) {
+    const int64_t at = batch * e.rows.rows + row;
+    const int64_t neuron = batch * e.neurons + (e.indices ? e.indices[at] : (int64_t)row);
+    const float s = d3_neuron_mean(squares, e.rows.cols);
+    const float v = d3_neuron_second_moment(e.hyper[DION3_HYPER_BETA2], e.second_moment[neuron], s);
+    const float d = d3_neuron_divisor(v, e.hyper[DION3_HYPER_NEURON_EPS]);
+    e.second_moment[neuron] = v;
+    e.factor[at] = d;
+    total += (double)s;
+    scaled += d3_neuron_term(s, d);
+}
+
 template <int OD>
-__global__ void __launch_bounds__(D3_THREADS, 5)
+__global__ void __launch_bounds__(D3_THREADS, 4)
     neuron_rows_kernel(const __grid_constant__ neuron_table table) {
     constexpr int N = d3_width(OD);
-    __shared__ double part[MAX_LONG_ROWS][D3_WARPS];
+    __shared__ double part[D3_MAX_LONG_ROWS][D3_WARPS], block_part[32];
     const uint32_t index = d3_find(table, blockIdx.x);
     const neuron_entry& e = table.entries[index];
-    const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
+    const uint32_t block = blockIdx.x - table.first[index];
+    const d3_place p = d3_place_of(e.rows, block);
     const int size = d3_size<OD>(e.dtype);
     const int64_t step = (N > 1 ? 1 : e.o.col) * size;
     const uint32_t cols = e.rows.cols;
-    float* const mean = e.mean + (int64_t)p.batch * e.rows.rows + p.first;
+    double total = 0.0, scaled = 0.0;
 
     for (uint32_t base = 0; base < p.rows; base += p.groups) {
         const uint32_t r = base + p.group;
@@ -68,13 +79,29 @@ __global__ void __launch_bounds__(D3_THREADS, 5)
             const char* o = e.update + (p.batch * e.o.batch + (p.first + r) * e.o.row) * size;
             const uint32_t head = d3_head<N>(o, size, cols), vectors = (cols - head) / N;
             const uint32_t body = vectors * N;
-#pragma unroll 2
-            for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
-                sum += squares_of<OD, N>(o + (head + (int64_t)v * N) * step, e.dtype);
+            const char* at = o + (head + (int64_t)p.lane * N) * step;
+            const int64_t apart = (int64_t)p.lanes * N * step;
+            uint32_t v = p.lane;
+#pragma unroll 1
+            for (; v + (VECTORS_AHEAD - 1) * p.lanes < vectors; v += VECTORS_AHEAD * p.lanes) {
+                d3_vector<OD, N> ahead[VECTORS_AHEAD];
+#pragma unroll
+                for (int i = 0; i < VECTORS_AHEAD; ++i) {
+                    ahead[i] = d3_fetch_aligned<OD, N>(at + i * apart, e.dtype);
+                }
+#pragma unroll
+                for (int i = 0; i < VECTORS_AHEAD; ++i) sum = squares_of<OD, N>(ahead[i], e.dtype, sum);
+                at += VECTORS_AHEAD * apart;
+            }
+#pragma unroll 1
+            for (; v < vectors; v += p.lanes) {
+                sum = squares_of<OD, N>(d3_fetch_aligned<OD, N>(at, e.dtype), e.dtype, sum);
+                at += apart;
             }
             if constexpr (N > 1) {
                 for (uint32_t i = p.lane; i < cols - body; i += p.lanes) {
-                    sum += squares_of<OD, 1>(o + (int64_t)(i < head ? i : i + body) * step, e.dtype);
+                    const char* single = o + (int64_t)(i < head ? i : i + body) * step;
+                    sum = squares_of<OD, 1>(d3_fetch_each<OD, 1>(single, 0, e.dtype), e.dtype, sum);
                 }
             }
         }
@@ -82,15 +109,22 @@ __global__ void __launch_bounds__(D3_THREADS, 5)
         if (p.lanes > 32) {
             if (threadIdx.x % 32 == 0) part[r][threadIdx.x / 32] = sum;
         } else if (p.lane == 0 && r < p.rows) {
-            mean[r] = d3_neuron_mean(sum, cols);
+            finish_row(e, p.batch, p.first + r, sum, total, scaled);
         }
     }
-    if (p.lanes <= 32) return;
-    __syncthreads();
-    if (threadIdx.x < p.rows) {
-        double sum = 0.0;
-        for (int w = 0; w < D3_WARPS; ++w) sum += part[threadIdx.x][w];
-        mean[threadIdx.x] = d3_neuron_mean(sum, cols);
+    if (p.lanes > 32) {
+        __syncthreads();
+        if (threadIdx.x < p.rows) {
+            double sum = 0.0;
+            for (int w = 0; w < D3_WARPS; ++w) sum += part[threadIdx.x][w];
+            finish_row(e, p.batch, p.first + threadIdx.x, sum, total, scaled);
+        }
+    }
+    total = d3_sum_block(total, block_part);
+    scaled = d3_sum_block(scaled, block_part);
+    if (threadIdx.x == 0) {
+        e.shares[2 * (int64_t)block] = total;
+        e.shares[2 * (int64_t)block + 1] = scaled;
     }
 }
 
@@ -99,26 +133,21 @@ __global__ void __launch_bounds__(D3_THREADS)
     __shared__ double part[32];
     const uint32_t index = d3_find(table, blockIdx.x);
     const neuron_entry& e = table.entries[index];
-    const int64_t batch = blockIdx.x - table.first[index];
-    const uint32_t rows = e.rows.rows;
-    const float* const mean = e.mean + batch * rows;
-    const int32_t* const indices = e.indices ? e.indices + batch * rows : NULL;
-    float* const factor = e.factor + batch * rows;
-    float* const second_moment = e.second_moment + batch * e.neurons;
-    const float beta2 = e.hyper[DION3_HYPER_BETA2], eps = e.hyper[DION3_HYPER_NEURON_EPS];
+    const uint32_t rows = e.rows.rows, pieces = (rows + FACTOR_ROWS - 1) / FACTOR_ROWS;
+    const uint32_t block = blockIdx.x - table.first[index], batch = block / pieces;
+    const uint32_t begin = (block - batch * pieces) * FACTOR_ROWS;
+    const uint32_t end = begin + min(rows - begin, (uint32_t)FACTOR_ROWS);
+    const double* const shares = e.shares + 2 * (int64_t)batch * e.rows.blocks_per_matrix;
+    float* const factor = e.factor + (int64_t)batch * rows;
     double total = 0.0, scaled = 0.0;
-    for (uint32_t i = threadIdx.x; i < rows; i += D3_THREADS) {
-        const int64_t neuron = indices ? indices[i] : (int64_t)i;
-        const float s = mean[i], v = d3_neuron_second_moment(beta2, second_moment[neuron], s);
-        const float d = d3_neuron_divisor(v, eps);
-        second_moment[neuron] = v;
-        factor[i] = d; /* until the sums are known */
-        total += (double)s;
-        scaled += d3_neuron_term(s, d);
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < e.rows.blocks_per_matrix; i += D3_THREADS) {
+        total += shares[2 * (int64_t)i];
+        scaled += shares[2 * (int64_t)i + 1];
     }
     total = d3_sum_block(total, part);
     scaled = d3_sum_block(scaled, part);
-    for (uint32_t i = threadIdx.x; i < rows; i += D3_THREADS) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += D3_THREADS) {
         factor[i] = d3_neuron_factor(total, scaled, factor[i]);
     }
 }
@@ -131,7 +160,7 @@ static d3_work prepare_rows(const dion3_neuron_item* it, neuron_entry* e, char**
     d3_work work = {3, 0};
     if (is_empty(it)) return work;
     e->update = (const char*)it->update.data;
-    e->mean = (float*)*workspace;
+    e->shares = (double*)*workspace;
     e->second_moment = it->second_moment;
     e->indices = it->indices;
     e->factor = it->factor;
@@ -141,24 +170,26 @@ static d3_work prepare_rows(const dion3_neuron_item* it, neuron_entry* e, char**
     e->dtype = it->update.dtype;
     if (e->o.col == 1) work.kernel = it->update.dtype;
     work.blocks = d3_deal_rows(&e->rows, it->batch, it->rows, it->cols,
-                               work.kernel == 3 ? 1 : d3_width(it->update.dtype), TARGET_VECTORS);
-    *workspace += (size_t)it->batch * (size_t)it->rows * sizeof(float);
+                               work.kernel == 3 ? 1 : d3_width(it->update.dtype));
+    if (work.blocks != D3_TOO_LARGE) *workspace += work.blocks * 2 * sizeof(double);
     return work;
 }
 
 static d3_work prepare_factors(const dion3_neuron_item* it, neuron_entry* e, char** workspace) {
     d3_work work = prepare_rows(it, e, workspace);
     work.kernel = 0;
-    if (work.blocks != 0 && work.blocks != D3_TOO_LARGE) work.blocks = (uint64_t)it->batch;
+    if (work.blocks != 0 && work.blocks != D3_TOO_LARGE) {
+        work.blocks = ((uint64_t)it->rows + FACTOR_ROWS - 1) / FACTOR_ROWS * (uint64_t)it->batch;
+    }
     return work;
 }
 
 static size_t workspace_bytes_of(const dion3_neuron_item* items, int64_t count) {
-    size_t bytes = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        if (!is_empty(&items[i])) bytes += (size_t)items[i].batch * (size_t)items[i].rows * sizeof(float);
-    }
-    return bytes;
+    neuron_entry entry;
+    char* const base = (char*)256;
+    char* left = base;
+    for (int64_t i = 0; i < count; ++i) (void)prepare_rows(&items[i], &entry, &left);
+    return (size_t)(left - base);
 }
 
 size_t dion3_neuron_workspace_size(const dion3_neuron_item* items, int64_t count) {

@@ -34,7 +34,7 @@ typedef d3_table<select_entry> select_table;
 struct select_shared {
     uint32_t histogram[BINS];
     uint32_t warp[32];
-    unsigned long long all_ones, any_ones;
+    uint64_t all_ones[32], any_ones[32];
     uint32_t digit, above, count;
     double part[32];
 };
@@ -79,35 +79,34 @@ __device__ __forceinline__ uint32_t scan_block(uint32_t x, uint32_t* warp) {
     return x + before;
 }
 
+__device__ __forceinline__ uint64_t and_warp(uint64_t x) {
+    const uint32_t low = __reduce_and_sync(ALL, (uint32_t)x);
+    return (uint64_t)__reduce_and_sync(ALL, (uint32_t)(x >> 32)) << 32 | low;
+}
+
 /* Finds the threshold: keys whose bits from `shift` on exceed those of prefix are selected, and of those
  * that equal them the first `wanted`. */
 __device__ __forceinline__ void find_threshold(select_shared& sh, const uint64_t (&held)[HELD],
                                                const double* score, uint32_t n, uint64_t& prefix, int& shift,
                                                uint32_t& wanted) {
     uint64_t ones = ~0ull, any = 0;
-    if (threadIdx.x == 0) {
-        sh.all_ones = ~0ull;
-        sh.any_ones = 0;
-    }
-    __syncthreads();
     for_keys(held, score, 0, n, [&](uint32_t i, uint64_t key) {
         if (i < n) {
             ones &= key;
             any |= key;
         }
     });
-    for (int offset = 16; offset; offset >>= 1) {
-        ones &= __shfl_xor_sync(ALL, ones, offset);
-        any |= __shfl_xor_sync(ALL, any, offset);
-    }
+    ones = and_warp(ones);
+    any = ~and_warp(~any);
     if (threadIdx.x % 32 == 0) {
-        atomicAnd(&sh.all_ones, ones);
-        atomicOr(&sh.any_ones, any);
+        sh.all_ones[threadIdx.x / 32] = ones;
+        sh.any_ones[threadIdx.x / 32] = any;
     }
     __syncthreads();
-    const uint64_t differing = sh.all_ones ^ sh.any_ones;
+    const uint64_t common = and_warp(sh.all_ones[threadIdx.x % 32]);
+    const uint64_t differing = common ^ ~and_warp(~sh.any_ones[threadIdx.x % 32]);
     shift = 64 - __clzll((long long)differing); /* the bits above are common to all keys */
-    prefix = sh.all_ones;
+    prefix = common;
     while (shift > 0) {
         const int low = max(shift - DIGIT_BITS, 0);
         const uint32_t digit_mask = (1u << (shift - low)) - 1;

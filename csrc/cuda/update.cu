@@ -26,9 +26,9 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define TARGET_VECTORS 2048
-#define STRIP_ROWS 64
+#define STRIP_ROWS 128
 #define LANES 32 /* vectors of columns of a block of the column kernel */
+#define WARPS (D3_THREADS / LANES)
 
 struct update_entry {
     char* weight;
@@ -120,8 +120,70 @@ __device__ __forceinline__ void row_piece(const update_entry& e, const update_nu
     }
 }
 
+/* V vectors of a row, `apart` vectors from each to the next: the loads of all, then (while they are under way)
+ * the random bits, then the rest. block: global index / 8 of the first. */
+template <int WD, int OD, int V, bool SELECTED, bool STOCHASTIC>
+__device__ __forceinline__ void row_vectors(const update_entry& e, const update_numbers& s, char* w,
+                                            const char* o, uint32_t apart, float gain, uint64_t block) {
+    constexpr int N = d3_width(WD);
+    d3_vector<WD, N> old[V];
+    d3_vector<OD, N> direction[V];
+    uint32_t u[V][4];
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch<WD, N, false>(w + v * apart * old[v].BYTES);
+    if constexpr (SELECTED) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            direction[v] = d3_fetch<OD, N, true>(o + v * apart * direction[v].BYTES);
+        }
+    }
+    if constexpr (STOCHASTIC) {
+        uint64_t blocks[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) blocks[v] = block + v * apart;
+        d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        d3_widen<WD, N>(old[v], e.weight_dtype, x);
+        if constexpr (SELECTED) d3_widen<OD, N>(direction[v], e.update_dtype, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[i] = SELECTED ? d3_update(s.decay, x[i], gain, y[i]) : d3_decay(s.decay, x[i]);
+        }
+        if constexpr (STOCHASTIC) {
+            old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
+        } else {
+            old[v] = d3_round<WD, N>(x, e.weight_dtype);
+        }
+        d3_put<WD, N>(w + v * apart * old[v].BYTES, old[v]);
+    }
+}
+
+/* The aligned vectors of a row whose update is aligned too and whose random bits come eight to a vector. */
+template <int WD, int OD, bool SELECTED, bool STOCHASTIC>
+__device__ __forceinline__ void row_body(const update_entry& e, const update_numbers& s, char* w,
+                                         const char* o, uint32_t lane, uint32_t lanes, uint32_t vectors,
+                                         float gain, uint64_t block) {
+    constexpr int N = d3_width(WD);
+    constexpr uint32_t W = d3_vector<WD, N>::BYTES, O = d3_vector<OD, N>::BYTES;
+    uint32_t v = lane;
+    w += (uint64_t)lane * W;
+    o += (uint64_t)lane * O;
+    block += lane;
+#pragma unroll 1
+    for (; v + lanes < vectors; v += 2 * lanes) {
+        row_vectors<WD, OD, 2, SELECTED, STOCHASTIC>(e, s, w, o, lanes, gain, block);
+        w += 2 * lanes * W;
+        o += 2 * lanes * O;
+        block += 2 * lanes;
+    }
+    if (v < vectors) row_vectors<WD, OD, 1, SELECTED, STOCHASTIC>(e, s, w, o, lanes, gain, block);
+}
+
 template <int WD, int OD>
-__global__ void __launch_bounds__(D3_THREADS, 5)
+__global__ void __launch_bounds__(D3_THREADS, WD == D3_ANY ? 5 : 4)
     update_rows_kernel(const __grid_constant__ update_table table) {
     constexpr int N = d3_width(WD);
     const uint32_t index = d3_find(table, blockIdx.x);
@@ -149,11 +211,37 @@ __global__ void __launch_bounds__(D3_THREADS, 5)
         const uint32_t body = vectors * N;
         const bool vector_update = d3_aligned<OD, N>(o + head * o_step);
         uint32_t j = head + p.lane * N; /* below 2^32 */
+        bool fast = false;
+        if constexpr (N > 1) {
+            char* const wv = w + head * w_step;
+            const char* const ov = o + head * o_step;
+            const uint64_t block = (uint64_t)(at + head) >> 3;
+            if (WD != DION3_F32 && s.stochastic) {
+                if constexpr (WD != DION3_F32) {
+                    const bool whole = e.index_col == 1 && ((at + head) & 7) == 0;
+                    fast = whole && (!selected || vector_update);
+                    if (whole && !selected) {
+                        row_body<WD, OD, false, true>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, block);
+                    } else if (fast) {
+                        row_body<WD, OD, true, true>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, block);
+                    }
+                }
+            } else {
+                fast = !selected || vector_update;
+                if (!selected) {
+                    row_body<WD, OD, false, false>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, 0);
+                } else if (fast) {
+                    row_body<WD, OD, true, false>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, 0);
+                }
+            }
+        }
+        if (!fast) {
 #pragma unroll 1
-        for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
-            row_piece<WD, OD, N>(e, s, w + j * w_step, o + j * o_step, selected, vector_update, gain,
-                                 at + j * e.index_col);
-            j += p.lanes * N;
+            for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
+                row_piece<WD, OD, N>(e, s, w + j * w_step, o + j * o_step, selected, vector_update, gain,
+                                     at + j * e.index_col);
+                j += p.lanes * N;
+            }
         }
         if constexpr (N > 1) {
 #pragma unroll 1
@@ -168,46 +256,101 @@ __global__ void __launch_bounds__(D3_THREADS, 5)
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
-/* One row of N columns of which the bits of mask are selected; o points at the first one's update. */
-template <int WD, int OD, int N>
-__device__ __forceinline__ void column_piece(const update_entry& e, const update_numbers& s, char* w,
-                                             const char* o, int64_t o_step, uint32_t mask, float gain,
-                                             int64_t index) {
-    d3_vector<WD, N> old;
-    d3_vector<OD, 1> direction[N];
-    float x[N];
-    if constexpr (N > 1) {
-        old = d3_fetch<WD, N, false>(w);
-    } else {
-        old = d3_fetch_each<WD, 1>(w, 0, e.weight_dtype);
-    }
+/* What a thread of the column kernel walks through: its rows are WARPS apart. */
+struct column_walk {
+    char* w;
+    const char* o; /* the update of the first selected one of its columns */
+    int64_t w_jump, o_jump, o_step;
+    const float* factor; /* or NULL */
+    float gain;          /* without factor */
+    uint32_t mask;       /* which of its columns are selected */
+    uint32_t row, end;
+    int64_t at, at_jump; /* global index of a row's first element */
+};
+
+/* How a row of a column_walk is rounded: to nearest, with one Philox call a vector, or as round_weight does. */
+enum { NEAREST, WHOLE, GENERAL };
+
+/* V rows of N columns. */
+template <int WD, int OD, int N, int V, int ROUNDING>
+__device__ __forceinline__ void column_piece(const update_entry& e, const update_numbers& s,
+                                             const column_walk& p) {
+    d3_vector<WD, N> old[V];
+    d3_vector<OD, 1> direction[V][N];
+    float gain[V];
+    const char* o = p.o;
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        if (mask >> i & 1u) {
-            direction[i] = d3_fetch_each<OD, 1>(o, 0, e.update_dtype);
-            o += o_step;
-        }
-    }
-    d3_widen<WD, N>(old, e.weight_dtype, x);
+        if (p.mask >> i & 1u) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        x[i] = d3_decay(s.decay, x[i]);
-        if (mask >> i & 1u) {
-            float y[1];
-            d3_widen<OD, 1>(direction[i], e.update_dtype, y);
-            x[i] = d3_sub(x[i], d3_mul(gain, y[0])); /* d3_update with its product at hand */
+            for (int v = 0; v < V; ++v) {
+                direction[v][i] = d3_fetch_each<OD, 1>(o + v * p.o_jump, 0, e.update_dtype);
+            }
+            o += p.o_step;
         }
     }
-    const d3_vector<WD, N> rounded = round_weight<WD, N>(e, s, index, x);
-    if constexpr (N > 1) {
-        d3_put<WD, N>(w, rounded);
-    } else {
-        d3_put_each<WD, 1>(w, 0, e.weight_dtype, rounded);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        gain[v] = p.factor ? d3_mul(p.gain, p.factor[p.row + v * WARPS]) : p.gain;
+    }
+    uint32_t u[V][4];
+    if constexpr (ROUNDING == WHOLE) {
+        uint64_t blocks[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) blocks[v] = (uint64_t)(p.at + v * p.at_jump) >> 3;
+        d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N];
+        d3_widen<WD, N>(old[v], e.weight_dtype, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[i] = d3_decay(s.decay, x[i]);
+            if (p.mask >> i & 1u) {
+                float y[1];
+                d3_widen<OD, 1>(direction[v][i], e.update_dtype, y);
+                x[i] = d3_sub(x[i], d3_mul(gain[v], y[0])); /* d3_update with its product at hand */
+            }
+        }
+        if constexpr (ROUNDING == WHOLE) {
+            old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
+        } else if constexpr (ROUNDING == NEAREST) {
+            old[v] = d3_round<WD, N>(x, e.weight_dtype);
+        } else {
+            old[v] = round_weight<WD, N>(e, s, p.at + v * p.at_jump, x);
+        }
+        d3_put_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype, old[v]);
+    }
+}
+
+__device__ __forceinline__ void go_on(column_walk& p, uint32_t rows) {
+    p.w += rows * p.w_jump;
+    p.o += rows * p.o_jump;
+    p.at += rows * p.at_jump;
+    p.row += rows * WARPS;
+}
+
+template <int WD, int OD, int N, int V, int ROUNDING>
+__device__ __forceinline__ void column_rows(const update_entry& e, const update_numbers& s, column_walk p) {
+    if constexpr (V > 1) {
+#pragma unroll 1
+        while (p.row + (V - 1) * WARPS < p.end) {
+            column_piece<WD, OD, N, V, ROUNDING>(e, s, p);
+            go_on(p, V);
+        }
+    }
+#pragma unroll 1
+    while (p.row < p.end) {
+        column_piece<WD, OD, N, 1, ROUNDING>(e, s, p);
+        go_on(p, 1);
     }
 }
 
 template <int WD, int OD>
-__global__ void __launch_bounds__(D3_THREADS, 4)
+__global__ void __launch_bounds__(D3_THREADS, 3)
     update_columns_kernel(const __grid_constant__ update_table table) {
     constexpr int N = d3_width(WD), TILE = LANES * N;
     const uint32_t index = d3_find(table, blockIdx.x);
@@ -219,7 +362,6 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     const uint32_t tile = rest % tiles;
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
-    const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
     const uint32_t column = tile * TILE + threadIdx.x % LANES * N;
     const int w_size = d3_size<WD>(e.weight_dtype), o_size = d3_size<OD>(e.update_dtype);
     const int64_t w_step = (N > 1 ? 1 : e.w.col) * w_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
@@ -238,25 +380,41 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
         }
     }
     if (held == 0 || (s.skips && mask == 0)) return;
-    char* const w = e.weight + batch * e.w.batch * w_size + column * w_step;
-    const char* const o = e.update + batch * e.o.batch * o_size + slot * o_step;
-    const int64_t at = e.index_base + batch * e.index_batch + column * e.index_col;
-    for (uint32_t row = strip * STRIP_ROWS + threadIdx.x / LANES; row < end; row += D3_THREADS / LANES) {
-        const float factor = e.factor ? e.factor[(int64_t)batch * e.factors + row] : 1.0f;
-        const float gain = d3_update_gain(s.step_size, e.scale, factor);
-        char* const to = w + (int64_t)row * e.w.row * w_size;
-        const char* from = o + (int64_t)row * e.o.row * o_size;
-        const int64_t first = at + row * e.index_row;
-        if (N == 1 || held == N) {
-            column_piece<WD, OD, N>(e, s, to, from, o_step, mask, gain, first);
-            continue;
-        }
-        if constexpr (N > 1) { /* the last columns, fewer than a vector */
+    column_walk p;
+    p.row = strip * STRIP_ROWS + threadIdx.x / LANES;
+    p.end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    p.w = e.weight + (batch * e.w.batch + p.row * e.w.row) * w_size + column * w_step;
+    p.o = e.update + (batch * e.o.batch + p.row * e.o.row) * o_size + slot * o_step;
+    p.w_jump = e.w.row * (int64_t)(WARPS * w_size);
+    p.o_jump = e.o.row * (int64_t)(WARPS * o_size);
+    p.o_step = o_step;
+    p.factor = e.factor ? e.factor + (int64_t)batch * e.factors : NULL;
+    p.gain = d3_mul(s.step_size, e.scale); /* d3_update_gain without its factor */
+    p.mask = mask;
+    p.at = e.index_base + batch * e.index_batch + column * e.index_col + p.row * e.index_row;
+    p.at_jump = e.index_row * WARPS;
+    if constexpr (N == 1) {
+        column_rows<WD, OD, 1, 1, GENERAL>(e, s, p);
+    } else if (held < N) { /* the last columns, fewer than a vector */
+#pragma unroll 1
+        for (; p.row < p.end; go_on(p, 1)) {
+            column_walk single = p;
 #pragma unroll 1
             for (uint32_t i = 0; i < held; ++i) {
-                column_piece<WD, OD, 1>(e, s, to + i * w_size, from, 0, mask >> i & 1u, gain, first + i);
-                from += (mask >> i & 1u) * o_step;
+                single.mask = mask >> i & 1u;
+                column_piece<WD, OD, 1, 1, GENERAL>(e, s, single);
+                single.w += w_size;
+                single.o += single.mask * o_step;
+                single.at += e.index_col;
             }
+        }
+    } else if (!s.stochastic) {
+        column_rows<WD, OD, N, 2, NEAREST>(e, s, p);
+    } else if constexpr (N == 8) {
+        if (e.index_col == 1 && ((p.at | e.index_row) & 7) == 0) {
+            column_rows<WD, OD, N, 2, WHOLE>(e, s, p);
+        } else {
+            column_rows<WD, OD, N, 1, GENERAL>(e, s, p);
         }
     }
 }
@@ -316,7 +474,7 @@ static d3_work prepare(const dion3_update_item* it, update_entry* e, char** work
     }
     if (vectors) work.kernel = 2 * it->weight.dtype + (it->update.dtype == DION3_BF16);
     const int width = vectors ? lead : 1;
-    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width, TARGET_VECTORS);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const uint64_t tile = (uint64_t)(LANES * width);
