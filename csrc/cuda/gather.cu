@@ -154,7 +154,8 @@ __device__ __forceinline__ void row_body(const gather_entry& e, const gather_num
                                          uint32_t vectors) {
     constexpr int N = d3_width(MD);
     constexpr uint32_t M = d3_vector<MD, N>::BYTES, O = d3_vector<OD, N>::BYTES;
-    constexpr uint32_t G = d3_vector<GD == NO_GRAD ? DION3_F32 : GD, N>::BYTES;
+    constexpr int GRAD = GD == NO_GRAD ? DION3_F32 : GD;
+    constexpr uint32_t G = d3_vector<GRAD, N>::BYTES;
     uint32_t v = lane;
     m += (uint64_t)lane * M;
     out += (uint64_t)lane * O;
@@ -310,7 +311,8 @@ __device__ __forceinline__ void column_rows(const gather_entry& e, const gather_
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
                     d3_vector<MD, 1> single;
-                    single.word[0] = M == 4 ? old[v].word[i % old[v].WORDS] : old[v].word[i / 2] >> 16 * (i % 2);
+                    single.word[0] =
+                        M == 4 ? old[v].word[i % old[v].WORDS] : old[v].word[i / 2] >> 16 * (i % 2);
                     if (p.mask >> i & 1u) d3_put_each<MD, 1>(m + v * m_jump + i * M, 0, MD, single);
                 }
             }
@@ -491,8 +493,9 @@ static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** work
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const int64_t lead = d3_width(it->momentum.dtype);
-        const bool in_vectors = work.kernel != ANY_ANY && !e->grad && e->m.col == 1 && cols >= e->columns / 16 &&
-                                e->m.row % lead == 0 && (it->batch == 1 || e->m.batch % lead == 0) &&
+        const bool in_vectors = work.kernel != ANY_ANY && !e->grad && e->m.col == 1 &&
+                                cols >= e->columns / 16 && e->m.row % lead == 0 &&
+                                (it->batch == 1 || e->m.batch % lead == 0) &&
                                 (uintptr_t)e->momentum % 16 == 0;
         const uint64_t items = in_vectors ? e->columns : (uint64_t)cols;
         const uint64_t tile = in_vectors ? 32 * (uint64_t)lead : TILE_COLUMNS;

@@ -60,9 +60,7 @@ static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int
     if (rows >= 1ll << 31 || cols >= 1ll << 31 || batch >= 1ll << 31) return ~0ull;
     const uint32_t vectors = (uint32_t)((cols + width - 1) / width);
     const double total = (double)batch * (double)rows * vectors;
-    const uint32_t target = total > 4096.0 * 2048.0   ? 4096
-                            : total > 2048.0 * 2048.0 ? 2048
-                                                      : 1024;
+    const uint32_t target = total > 4096.0 * 2048.0 ? 4096 : total > 2048.0 * 2048.0 ? 2048 : 1024;
     uint32_t groups;
     g->log_lanes = 8;
     if (vectors <= D3_WARP_VECTORS) {

@@ -16,7 +16,6 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-
 struct neuron_entry {
     const char* update;
     double* shares; /* workspace (batch, blocks_per_matrix, 2): sum s and sum s / d^2 of a block's rows */
@@ -45,8 +44,8 @@ __device__ __forceinline__ double squares_of(const d3_vector<OD, N>& v, int dtyp
 }
 
 /* The numbers of a row whose sum of squares is known: its second moment moves, factor takes d. */
-__device__ __forceinline__ void finish_row(const neuron_entry& e, int64_t batch, uint32_t row,
-                                           double squares, double& total, double& scaled) {
+__device__ __forceinline__ void finish_row(const neuron_entry& e, int64_t batch, uint32_t row, double squares,
+                                           double& total, double& scaled) {
     const int64_t at = batch * e.rows.rows + row;
     const int64_t neuron = batch * e.neurons + (e.indices ? e.indices[at] : (int64_t)row);
     const float s = d3_neuron_mean(squares, e.rows.cols);
