@@ -1,0 +1,516 @@
+/*
+ * gather.cu - the selected slices, scaled and rounded for Newton-Schulz, and their error feedback.
+ *
+ *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)); m[selected] <- feedback * m[selected].
+ *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
+ * Rows: a copy of rows, geometry.cuh. Columns: a block owns 32 vectors of columns of m by a strip of 128
+ * rows, a warp a row, two rows under way; it finds the indices of its columns in two steps of 256-fold search
+ * and keeps their slots in shared memory. m is read and written in whole vectors, lanes without a selected
+ * column leave theirs alone, and what a row gives to out is staged in shared memory, so that out is written in
+ * runs. Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane
+ * two columns, four rows under way.
+ * Constraint: indices ascend, as those of dion3_select do.
+ * Bytes an element of m, f = k / n: rows f (2 |m| + |out|), without feedback f (|m| + |out|); columns
+ * 2 |m| + f |out| for f above 1/16 (every sector holds a selected column), without feedback |m| + f |out|.
+ * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
+ */
+#include "../rows.h"
+#include "element.cuh"
+#include "geometry.cuh"
+#include "table.cuh"
+
+#define STRIP_ROWS 128
+#define TILE_COLUMNS 64
+#define ROWS_AHEAD 4
+#define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor */
+
+struct gather_entry {
+    char* momentum;
+    const char* grad;
+    char* out;
+    const int32_t* indices;
+    const double* norm;
+    const float* hyper;
+    d3_strides m, g, o;
+    d3_rows rows;     /* of the selected part; columns: rows and cols (= k) of it */
+    uint32_t columns; /* of momentum */
+    uint8_t momentum_dtype, grad_dtype, out_dtype;
+};
+
+typedef d3_table<gather_entry> gather_table;
+
+struct gather_numbers {
+    float scale, gain, feedback, nesterov;
+    bool looks_ahead, feeds_back;
+};
+
+/* scale costs an fp64 division: one thread does it. Every thread of the block calls. */
+__device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, uint32_t batch) {
+    __shared__ float scale;
+    gather_numbers s;
+    if (threadIdx.x == 0) {
+        scale = e.norm ? d3_norm_scale(e.norm[batch], e.hyper[DION3_HYPER_EPS]) : 1.0f;
+    }
+    s.gain = e.hyper[DION3_HYPER_GAIN];
+    s.feedback = e.hyper[DION3_HYPER_FEEDBACK];
+    s.nesterov = e.hyper[DION3_HYPER_NESTEROV];
+    s.looks_ahead = s.nesterov != 1.0f;
+    s.feeds_back = s.feedback != 1.0f;
+    __syncthreads();
+    s.scale = scale;
+    return s;
+}
+
+/* ---- rows ------------------------------------------------------------------------------------- */
+
+template <int MD, int OD, int N, bool LOOKS>
+__device__ __forceinline__ void row_piece(const gather_entry& e, const gather_numbers& s, char* m,
+                                          const char* g, char* out, bool vector_out) {
+    float x[N], y[N];
+    d3_vector<MD, N> old;
+    if constexpr (N > 1) {
+        old = d3_fetch<MD, N, false>(m);
+    } else {
+        old = d3_fetch_each<MD, 1>(m, 0, e.momentum_dtype);
+    }
+    d3_widen<MD, N>(old, e.momentum_dtype, x);
+    if (LOOKS && s.looks_ahead) {
+        d3_read<N>(g, e.grad_dtype, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            y[i] = d3_mul(d3_nesterov(s.nesterov, x[i], s.gain, y[i]), s.scale);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
+    }
+    const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
+    if constexpr (N > 1) {
+        if (vector_out) {
+            d3_put<OD, N>(out, gathered);
+        } else {
+            d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
+        }
+    } else {
+        d3_put_each<OD, 1>(out, 0, e.out_dtype, gathered);
+    }
+    if (s.feeds_back) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
+        const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
+        if constexpr (N > 1) {
+            d3_put<MD, N>(m, kept);
+        } else {
+            d3_put_each<MD, 1>(m, 0, e.momentum_dtype, kept);
+        }
+    }
+}
+
+#define NO_GRAD (-2) /* in place of the gradient's dtype: it is not read */
+
+/* V vectors of a row, `apart` vectors from each to the next, everything aligned: the loads of all first. */
+template <int MD, int OD, int GD, int V>
+__device__ __forceinline__ void row_vectors(const gather_entry& e, const gather_numbers& s, char* m,
+                                            const char* g, char* out, uint32_t apart) {
+    constexpr int N = d3_width(MD);
+    constexpr int G = GD == NO_GRAD ? DION3_F32 : GD;
+    d3_vector<MD, N> old[V];
+    d3_vector<G, N> grad[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * apart * old[v].BYTES);
+    if constexpr (GD != NO_GRAD) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) grad[v] = d3_fetch<G, N, true>(g + v * apart * grad[v].BYTES);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        d3_widen<MD, N>(old[v], e.momentum_dtype, x);
+        if constexpr (GD != NO_GRAD) d3_widen<G, N>(grad[v], e.grad_dtype, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if constexpr (GD != NO_GRAD) {
+                y[i] = d3_nesterov(s.nesterov, x[i], s.gain, y[i]);
+            } else {
+                y[i] = x[i];
+            }
+            y[i] = d3_mul(y[i], s.scale);
+        }
+        const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
+        d3_put<OD, N>(out + v * apart * gathered.BYTES, gathered);
+        if (s.feeds_back) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
+            old[v] = d3_round<MD, N>(x, e.momentum_dtype);
+            d3_put<MD, N>(m + v * apart * old[v].BYTES, old[v]);
+        }
+    }
+}
+
+/* The aligned vectors of a row; out and, if it is read, the gradient are aligned with them. */
+template <int MD, int OD, int GD>
+__device__ __forceinline__ void row_body(const gather_entry& e, const gather_numbers& s, char* m,
+                                         const char* g, char* out, uint32_t lane, uint32_t lanes,
+                                         uint32_t vectors) {
+    constexpr int N = d3_width(MD);
+    constexpr uint32_t M = d3_vector<MD, N>::BYTES, O = d3_vector<OD, N>::BYTES;
+    constexpr int GRAD = GD == NO_GRAD ? DION3_F32 : GD;
+    constexpr uint32_t G = d3_vector<GRAD, N>::BYTES;
+    uint32_t v = lane;
+    m += (uint64_t)lane * M;
+    out += (uint64_t)lane * O;
+    g += (uint64_t)lane * G;
+#pragma unroll 1
+    for (; v + lanes < vectors; v += 2 * lanes) {
+        row_vectors<MD, OD, GD, 2>(e, s, m, g, out, lanes);
+        m += 2 * lanes * M;
+        out += 2 * lanes * O;
+        g += 2 * lanes * G;
+    }
+    if (v < vectors) row_vectors<MD, OD, GD, 1>(e, s, m, g, out, lanes);
+}
+
+template <int MD, int OD, bool LOOKS>
+__global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
+    gather_rows_kernel(const __grid_constant__ gather_table table) {
+    constexpr int N = d3_width(MD);
+    const uint32_t index = d3_find(table, blockIdx.x);
+    const gather_entry& e = table.entries[index];
+    const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
+    const gather_numbers s = numbers_of(e, p.batch);
+    const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
+    const int g_size = d3_size<D3_ANY>(e.grad_dtype);
+    const int64_t m_step = (N > 1 ? 1 : e.m.col) * m_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
+    const int64_t g_step = LOOKS ? (N > 1 ? 1 : e.g.col) * g_size : 0;
+    const uint32_t cols = e.rows.cols;
+
+    for (uint32_t r = p.group; r < p.rows; r += p.groups) {
+        const uint32_t slot = p.first + r;
+        const int64_t row = e.indices ? e.indices[(int64_t)p.batch * e.rows.rows + slot] : (int64_t)slot;
+        char* const m = e.momentum + (p.batch * e.m.batch + row * e.m.row) * m_size;
+        char* const out = e.out + (p.batch * e.o.batch + slot * e.o.row) * o_size;
+        const char* const g = LOOKS ? e.grad + (p.batch * e.g.batch + row * e.g.row) * g_size : NULL;
+        const uint32_t head = d3_head<N>(m, m_size, cols), vectors = (cols - head) / N;
+        const uint32_t body = vectors * N;
+        const bool vector_out = d3_aligned<OD, N>(out + head * o_step);
+        uint32_t j = head + p.lane * N; /* below 2^32 */
+        bool done = false;
+        if constexpr (N > 1) {
+            char* const mv = m + head * m_step;
+            char* const ov = out + head * o_step;
+            const char* const gv = g + head * g_step;
+            if (vector_out && !(LOOKS && s.looks_ahead)) {
+                row_body<MD, OD, NO_GRAD>(e, s, mv, gv, ov, p.lane, p.lanes, vectors);
+                done = true;
+            } else if (LOOKS && vector_out && ((uintptr_t)gv & (min(N * g_size, 16) - 1)) == 0) {
+                if constexpr (LOOKS) {
+                    if (e.grad_dtype == DION3_BF16) {
+                        row_body<MD, OD, DION3_BF16>(e, s, mv, gv, ov, p.lane, p.lanes, vectors);
+                    } else if (e.grad_dtype == DION3_F16) {
+                        row_body<MD, OD, DION3_F16>(e, s, mv, gv, ov, p.lane, p.lanes, vectors);
+                    } else {
+                        row_body<MD, OD, DION3_F32>(e, s, mv, gv, ov, p.lane, p.lanes, vectors);
+                    }
+                    done = true;
+                }
+            }
+        }
+        if (!done) {
+#pragma unroll 1
+            for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
+                row_piece<MD, OD, N, LOOKS>(e, s, m + j * m_step, g + j * g_step, out + j * o_step,
+                                            vector_out);
+                j += p.lanes * N;
+            }
+        }
+        if constexpr (N > 1) {
+#pragma unroll 1
+            for (uint32_t i = p.lane; i < cols - body; i += p.lanes) {
+                j = i < head ? i : i + body;
+                row_piece<MD, OD, 1, LOOKS>(e, s, m + j * m_step, g + j * g_step, out + j * o_step, false);
+            }
+        }
+    }
+}
+
+/* ---- columns, in whole vectors of m ------------------------------------------------------------- */
+
+/* slot_of[c] becomes the place of column first + c among the k ascending indices, -1 if it is not selected.
+ * The whole block calls. */
+template <int TILE>
+__device__ __forceinline__ void find_slots(const int32_t* indices, uint32_t k, uint32_t first,
+                                           int32_t (&slot_of)[TILE]) {
+    const uint32_t stride = (k + D3_THREADS - 1) / D3_THREADS, sample = threadIdx.x * stride;
+    if (threadIdx.x < TILE) slot_of[threadIdx.x] = -1;
+    const uint32_t below = (uint32_t)__syncthreads_count(sample < k && (uint32_t)indices[sample] < first);
+    const uint32_t begin = below ? (below - 1) * stride : 0, end = begin + min(k - begin, stride + TILE);
+    for (uint32_t i = begin + threadIdx.x; i < end; i += D3_THREADS) {
+        const uint32_t c = (uint32_t)indices[i] - first;
+        if (c < TILE) slot_of[c] = (int32_t)i;
+    }
+    __syncthreads();
+}
+
+/* A thread's columns of the tile. */
+struct column_share {
+    uint32_t mask, held;        /* the selected ones; how many exist */
+    uint32_t place;             /* of the first selected one among the tile's */
+    uint32_t first_slot, count; /* of the tile */
+};
+
+/* V rows of N columns; staged holds what they give to out. A whole warp calls. */
+template <int MD, int OD, int V>
+__device__ __forceinline__ void column_rows(const gather_entry& e, const gather_numbers& s,
+                                            const column_share& p, char* m, int64_t m_jump, char* out,
+                                            int64_t out_jump, uint16_t* staged) {
+    constexpr int N = d3_width(MD), TILE = 32 * N;
+    constexpr int M = MD == DION3_F32 ? 4 : 2;
+    d3_vector<MD, N> old[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        if (p.mask && p.held == N) {
+            old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (p.mask >> i & 1u) {
+                    const uint32_t word = d3_fetch_each<MD, 1>(m + v * m_jump + i * M, 0, MD).word[0];
+                    uint32_t& w = old[v].word[M == 4 ? i : i / 2];
+                    w = M == 4 || i % 2 == 0 ? word : w | word << 16;
+                } else if (M == 4 || i % 2 == 0) {
+                    old[v].word[M == 4 ? i : i / 2] = 0;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        uint32_t place = v * TILE + p.place;
+        d3_widen<MD, N>(old[v], e.momentum_dtype, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
+        const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (p.mask >> i & 1u) staged[place++] = (uint16_t)(gathered.word[i / 2] >> 16 * (i % 2));
+        }
+        if (s.feeds_back) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
+            const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
+#pragma unroll
+            for (int i = 0; i < N; ++i) { /* the others keep every bit */
+                const uint32_t part = M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
+                uint32_t& w = old[v].word[M == 4 ? i : i / 2];
+                if (p.mask >> i & 1u) w = (w & ~part) | (kept.word[M == 4 ? i : i / 2] & part);
+            }
+            if (p.mask && p.held == N) {
+                d3_put<MD, N>(m + v * m_jump, old[v]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    d3_vector<MD, 1> single;
+                    single.word[0] =
+                        M == 4 ? old[v].word[i % old[v].WORDS] : old[v].word[i / 2] >> 16 * (i % 2);
+                    if (p.mask >> i & 1u) d3_put_each<MD, 1>(m + v * m_jump + i * M, 0, MD, single);
+                }
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        for (uint32_t j = threadIdx.x % 32; j < p.count; j += 32) {
+            ((uint16_t*)(out + v * out_jump))[(int64_t)(p.first_slot + j) * e.o.col] = staged[v * TILE + j];
+        }
+    }
+    __syncwarp();
+}
+
+template <int MD, int OD>
+__global__ void __launch_bounds__(D3_THREADS, 4)
+    gather_tiles_kernel(const __grid_constant__ gather_table table) {
+    constexpr int N = d3_width(MD), TILE = 32 * N, V = 2, M = MD == DION3_F32 ? 4 : 2;
+    __shared__ int32_t slot_of[TILE];
+    __shared__ uint16_t staged[D3_WARPS][V * TILE];
+    const uint32_t index = d3_find(table, blockIdx.x);
+    const gather_entry& e = table.entries[index];
+    const uint32_t k = e.rows.cols, tiles = (e.columns + TILE - 1) / TILE;
+    const uint32_t strips = (e.rows.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t rest = blockIdx.x - table.first[index];
+    const uint32_t tile = rest % tiles;
+    rest /= tiles;
+    const uint32_t strip = rest % strips, batch = rest / strips;
+    const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    const uint32_t column = tile * TILE + lane * N;
+    const gather_numbers s = numbers_of(e, batch);
+    column_share p;
+    uint32_t slot = ~0u;
+    find_slots<TILE>(e.indices + (int64_t)batch * k, k, tile * TILE, slot_of);
+    p.mask = 0;
+    p.held = column < e.columns ? min(e.columns - column, (uint32_t)N) : 0;
+#pragma unroll
+    for (int i = N - 1; i >= 0; --i) {
+        const int32_t found = slot_of[lane * N + i];
+        if (found >= 0) {
+            p.mask |= 1u << i;
+            slot = (uint32_t)found;
+        }
+    }
+    p.first_slot = __reduce_min_sync(0xffffffffu, slot);
+    p.count = __reduce_add_sync(0xffffffffu, (uint32_t)__popc(p.mask));
+    p.place = slot - p.first_slot;
+    if (p.count == 0) return;
+    uint32_t row = strip * STRIP_ROWS + warp;
+    char* m = e.momentum + (batch * e.m.batch + row * e.m.row + column) * M;
+    char* out = e.out + (batch * e.o.batch + row * e.o.row) * 2;
+    const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
+#pragma unroll 1
+    for (; row + D3_WARPS < end; row += V * D3_WARPS) {
+        column_rows<MD, OD, V>(e, s, p, m, m_jump, out, out_jump, staged[warp]);
+        m += V * m_jump;
+        out += V * out_jump;
+    }
+    if (row < end) column_rows<MD, OD, 1>(e, s, p, m, m_jump, out, out_jump, staged[warp]);
+}
+
+/* ---- columns, any ------------------------------------------------------------------------------- */
+
+template <int MD, int OD, bool LOOKS>
+__global__ void __launch_bounds__(D3_THREADS, 4)
+    gather_columns_kernel(const __grid_constant__ gather_table table) {
+    const uint32_t index = d3_find(table, blockIdx.x);
+    const gather_entry& e = table.entries[index];
+    const uint32_t k = e.rows.cols, tiles = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const uint32_t strips = (e.rows.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    uint32_t rest = blockIdx.x - table.first[index];
+    const uint32_t tile = rest % tiles;
+    rest /= tiles;
+    const uint32_t strip = rest % strips, batch = rest / strips;
+    const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    const gather_numbers s = numbers_of(e, batch);
+    const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
+    const char* const g = e.grad;
+    int64_t from[2];
+    char *m[2], *out[2];
+    bool mine[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        const uint32_t slot = tile * TILE_COLUMNS + c * 32 + threadIdx.x % 32;
+        mine[c] = slot < k;
+        from[c] = !mine[c] ? 0 : e.indices ? e.indices[(int64_t)batch * k + slot] : slot;
+        m[c] = e.momentum + (batch * e.m.batch + from[c] * e.m.col) * m_size;
+        out[c] = e.out + (batch * e.o.batch + slot * e.o.col) * o_size;
+    }
+    for (uint32_t row = strip * STRIP_ROWS + threadIdx.x / 32; row < end; row += ROWS_AHEAD * D3_WARPS) {
+        d3_vector<MD, 1> old[ROWS_AHEAD][2];
+#pragma unroll
+        for (int u = 0; u < ROWS_AHEAD; ++u) {
+            const int64_t r = row + u * D3_WARPS;
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                if (mine[c] && r < end) {
+                    old[u][c] = d3_fetch_each<MD, 1>(m[c] + r * e.m.row * m_size, 0, e.momentum_dtype);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < ROWS_AHEAD; ++u) {
+            const int64_t r = row + u * D3_WARPS;
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float x[1], y[1];
+                if (!mine[c] || r >= end) continue;
+                d3_widen<MD, 1>(old[u][c], e.momentum_dtype, x);
+                y[0] = x[0];
+                if (LOOKS && s.looks_ahead) {
+                    const int64_t at = batch * e.g.batch + r * e.g.row + from[c] * e.g.col;
+                    y[0] = d3_nesterov(s.nesterov, x[0], s.gain, d3_load(g, at, e.grad_dtype));
+                }
+                y[0] = d3_mul(y[0], s.scale);
+                d3_put_each<OD, 1>(out[c] + r * e.o.row * o_size, 0, e.out_dtype,
+                                   d3_round<OD, 1>(y, e.out_dtype));
+                if (s.feeds_back) {
+                    x[0] = d3_mul(s.feedback, x[0]);
+                    d3_put_each<MD, 1>(m[c] + r * e.m.row * m_size, 0, e.momentum_dtype,
+                                       d3_round<MD, 1>(x, e.momentum_dtype));
+                }
+            }
+        }
+    }
+}
+
+/* ---- host ------------------------------------------------------------------------------------- */
+
+enum { ANY_ANY = 6, DTYPE_PAIRS };
+
+#define TILE_KERNELS(name)                                                                                   \
+    (const void*)name<DION3_F32, DION3_F16>, (const void*)name<DION3_F32, DION3_BF16>,                       \
+        (const void*)name<DION3_F16, DION3_F16>, (const void*)name<DION3_F16, DION3_BF16>,                   \
+        (const void*)name<DION3_BF16, DION3_F16>, (const void*)name<DION3_BF16, DION3_BF16>
+
+#define GATHER_KERNELS(name, looks)                                                                          \
+    (const void*)name<DION3_F32, DION3_F16, looks>, (const void*)name<DION3_F32, DION3_BF16, looks>,         \
+        (const void*)name<DION3_F16, DION3_F16, looks>, (const void*)name<DION3_F16, DION3_BF16, looks>,     \
+        (const void*)name<DION3_BF16, DION3_F16, looks>, (const void*)name<DION3_BF16, DION3_BF16, looks>,   \
+        (const void*)name<D3_ANY, D3_ANY, looks>
+
+static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** workspace) {
+    const int turned = it->momentum.col_stride != 1 && it->momentum.row_stride == 1;
+    const int columns = (it->axis == DION3_COLS && it->indices) != (turned && it->indices);
+    const int64_t out_rows = it->axis == DION3_ROWS ? it->k : it->rows;
+    const int64_t out_cols = it->axis == DION3_ROWS ? it->cols : it->k;
+    const int64_t rows = turned ? out_cols : out_rows, cols = turned ? out_rows : out_cols;
+    d3_work work = {ANY_ANY, 0};
+    (void)workspace;
+    if (it->batch == 0 || rows == 0 || cols == 0) return work;
+    e->momentum = (char*)it->momentum.data;
+    e->grad = (const char*)it->grad.data;
+    e->out = (char*)it->out.data;
+    e->indices = it->indices;
+    e->norm = it->norm;
+    e->hyper = it->hyper;
+    e->m = d3_strides_of(&it->momentum);
+    e->g = d3_strides_of(&it->grad);
+    e->o = d3_strides_of(&it->out);
+    if (turned) {
+        d3_swap(&e->m.row, &e->m.col);
+        d3_swap(&e->g.row, &e->g.col);
+        d3_swap(&e->o.row, &e->o.col);
+    }
+    e->columns = (uint32_t)(turned ? it->rows : it->cols);
+    e->momentum_dtype = (uint8_t)it->momentum.dtype;
+    e->grad_dtype = (uint8_t)it->grad.dtype;
+    e->out_dtype = (uint8_t)it->out.dtype;
+    if (it->out.dtype != DION3_F32 &&
+        (columns || (e->m.col == 1 && e->o.col == 1 && (!e->grad || e->g.col == 1)))) {
+        work.kernel = 2 * it->momentum.dtype + (it->out.dtype == DION3_BF16);
+    }
+    const int width = work.kernel == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    if (columns && work.blocks != D3_TOO_LARGE) {
+        const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
+        const int64_t lead = d3_width(it->momentum.dtype);
+        const bool in_vectors = work.kernel != ANY_ANY && !e->grad && e->m.col == 1 &&
+                                cols >= e->columns / 16 && e->m.row % lead == 0 &&
+                                (it->batch == 1 || e->m.batch % lead == 0) &&
+                                (uintptr_t)e->momentum % 16 == 0;
+        const uint64_t items = in_vectors ? e->columns : (uint64_t)cols;
+        const uint64_t tile = in_vectors ? 32 * (uint64_t)lead : TILE_COLUMNS;
+        work.kernel += (in_vectors ? 4 : 2) * DTYPE_PAIRS;
+        work.blocks = (items + tile - 1) / tile * strips * (uint64_t)it->batch;
+    }
+    if (e->grad) work.kernel += DTYPE_PAIRS;
+    return work;
+}
+
+dion3_status dion3_gather_cuda(const dion3_gather_item* items, int64_t count, dion3_stream stream) {
+    static const void* const kernels[] = {
+        GATHER_KERNELS(gather_rows_kernel, false), GATHER_KERNELS(gather_rows_kernel, true),
+        GATHER_KERNELS(gather_columns_kernel, false), GATHER_KERNELS(gather_columns_kernel, true),
+        TILE_KERNELS(gather_tiles_kernel)};
+    D3_TRY(d3_check_gather(items, count));
+    return d3_launch("dion3_gather", items, count, prepare, kernels, D3_THREADS, NULL, stream);
+}

@@ -1,0 +1,492 @@
+/*
+ * update.cu - weight decay of every slice and the orthogonal update of the selected ones, one rounding.
+ *
+ *   w <- round(a w - g o) selected, w <- round(a w) otherwise; g = (b scale) factor_i.
+ *   weight (batch, rows, cols), update (batch, k, cols) or (batch, rows, k), any dtypes and strides.
+ * Rows: geometry.cuh; a row finds its update through slots. Columns: a block owns 32 vectors of columns by
+ * a strip of 64 rows, a warp a row, a thread its own 8 columns with their slots in registers: slots of
+ * selected columns rise by one from each to the next, so a first slot and a mask of 8 bits say all.
+ * Stochastic rounding: eight 16-bit elements take one Philox call when their global index is a multiple of 8,
+ * eight otherwise; the bits are those of dion3_round.h wherever an element stands.
+ * Bytes an element, f = k / n: 2 |w| + f |o| (bf16 weights: 4 + 2 f). About 15 instructions an element,
+ * 25 with stochastic rounding, of some 30 that the bandwidth of an H200 leaves room for.
+ *
+ * Exact skip. Where nothing is selected and decay would change no bit, the weight is neither read nor
+ * written. That is so when a == 1 (a w = w exactly, and neither rounding moves a representable value), and
+ * under nearest rounding when |1 - a| <= 2^-(p + 2), p the bits of the significand (bf16 8, fp16 11):
+ * the neighbours of a normal w are at least 2^-p |w| away (that near only below a power of two), those of a
+ * subnormal no nearer, so w keeps all that lies within 2^-(p+1) |w|; and
+ * |fl(a w) - w| <= |1 - a| |w| + 2^-24 |a w| < 2^-(p+1) |w|. Where a w is a subnormal fp32 (bf16 only) its
+ * error is at most 2^-150 and |1 - a| |w| <= 2^-10 2^-126, together less than the half spacing 2^-134. Zero
+ * keeps its sign and Inf stays, as a > 0. fp32 weights skip when a == 1 only. A NaN keeps its payload.
+ * Source: Algorithm 4 lines 7-8.
+ */
+#include "../rows.h"
+#include "element.cuh"
+#include "geometry.cuh"
+#include "table.cuh"
+
+#define STRIP_ROWS 128
+#define LANES 32 /* vectors of columns of a block of the column kernel */
+#define WARPS (D3_THREADS / LANES)
+
+struct update_entry {
+    char* weight;
+    const char* update;
+    const int32_t* slots;
+    const float* factor;
+    const float* hyper;
+    const float* step;
+    uint64_t seed;
+    int64_t index_base, index_batch, index_row, index_col;
+    d3_strides w, o;
+    d3_rows rows;
+    uint32_t factors; /* rows of the update: stride of factor between matrices */
+    uint32_t param_id;
+    float scale;
+    uint8_t weight_dtype, update_dtype;
+};
+
+typedef d3_table<update_entry> update_table;
+
+struct update_numbers {
+    float decay, step_size;
+    uint32_t step;
+    bool stochastic, skips;
+};
+
+__device__ __forceinline__ update_numbers numbers_of(const update_entry& e) {
+    update_numbers s;
+    s.decay = e.hyper[DION3_HYPER_DECAY];
+    s.step_size = e.hyper[DION3_HYPER_STEP];
+    s.stochastic = e.step && e.weight_dtype != DION3_F32;
+    s.step = s.stochastic ? d3_step_number(*e.step) : 0;
+    const float change = fabsf(1.0f - s.decay); /* exact near 1 */
+    s.skips = change == 0.0f;
+    if (!s.stochastic && e.weight_dtype == DION3_BF16) s.skips = change <= 0x1p-10f;
+    if (!s.stochastic && e.weight_dtype == DION3_F16) s.skips = change <= 0x1p-13f;
+    return s;
+}
+
+/* Rounds x to the weight's dtype; index is the global index of its first element. */
+template <int WD, int N>
+__device__ __forceinline__ d3_vector<WD, N> round_weight(const update_entry& e, const update_numbers& s,
+                                                         int64_t index, const float (&x)[N]) {
+    if constexpr (WD != DION3_F32) {
+        if (s.stochastic) {
+            uint32_t u[(N + 1) / 2];
+            d3_random_words<N>(e.seed, s.step, e.param_id, index, e.index_col, u);
+            return d3_round_stochastic<WD, N>(x, e.weight_dtype, u);
+        }
+    }
+    return d3_round<WD, N>(x, e.weight_dtype);
+}
+
+/* ---- rows ------------------------------------------------------------------------------------- */
+
+template <int WD, int OD, int N>
+__device__ __forceinline__ void row_piece(const update_entry& e, const update_numbers& s, char* w,
+                                          const char* o, bool selected, bool vector_update, float gain,
+                                          int64_t index) {
+    d3_vector<WD, N> old;
+    float x[N];
+    if constexpr (N > 1) {
+        old = d3_fetch<WD, N, false>(w);
+    } else {
+        old = d3_fetch_each<WD, 1>(w, 0, e.weight_dtype);
+    }
+    if (selected) {
+        d3_vector<OD, N> direction;
+        float y[N];
+        if constexpr (N > 1) {
+            direction = vector_update ? d3_fetch<OD, N, true>(o) : d3_fetch_each<OD, N>(o, 1, e.update_dtype);
+        } else {
+            direction = d3_fetch_each<OD, 1>(o, 0, e.update_dtype);
+        }
+        d3_widen<WD, N>(old, e.weight_dtype, x);
+        d3_widen<OD, N>(direction, e.update_dtype, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = d3_update(s.decay, x[i], gain, y[i]);
+    } else {
+        d3_widen<WD, N>(old, e.weight_dtype, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = d3_decay(s.decay, x[i]);
+    }
+    const d3_vector<WD, N> rounded = round_weight<WD, N>(e, s, index, x);
+    if constexpr (N > 1) {
+        d3_put<WD, N>(w, rounded);
+    } else {
+        d3_put_each<WD, 1>(w, 0, e.weight_dtype, rounded);
+    }
+}
+
+/* V vectors of a row, `apart` vectors from each to the next: the loads of all, then (while they are under way)
+ * the random bits, then the rest. block: global index / 8 of the first. */
+template <int WD, int OD, int V, bool SELECTED, bool STOCHASTIC>
+__device__ __forceinline__ void row_vectors(const update_entry& e, const update_numbers& s, char* w,
+                                            const char* o, uint32_t apart, float gain, uint64_t block) {
+    constexpr int N = d3_width(WD);
+    d3_vector<WD, N> old[V];
+    d3_vector<OD, N> direction[V];
+    uint32_t u[V][4];
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch<WD, N, false>(w + v * apart * old[v].BYTES);
+    if constexpr (SELECTED) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            direction[v] = d3_fetch<OD, N, true>(o + v * apart * direction[v].BYTES);
+        }
+    }
+    if constexpr (STOCHASTIC) {
+        uint64_t blocks[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) blocks[v] = block + v * apart;
+        d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        d3_widen<WD, N>(old[v], e.weight_dtype, x);
+        if constexpr (SELECTED) d3_widen<OD, N>(direction[v], e.update_dtype, y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[i] = SELECTED ? d3_update(s.decay, x[i], gain, y[i]) : d3_decay(s.decay, x[i]);
+        }
+        if constexpr (STOCHASTIC) {
+            old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
+        } else {
+            old[v] = d3_round<WD, N>(x, e.weight_dtype);
+        }
+        d3_put<WD, N>(w + v * apart * old[v].BYTES, old[v]);
+    }
+}
+
+/* The aligned vectors of a row whose update is aligned too and whose random bits come eight to a vector. */
+template <int WD, int OD, bool SELECTED, bool STOCHASTIC>
+__device__ __forceinline__ void row_body(const update_entry& e, const update_numbers& s, char* w,
+                                         const char* o, uint32_t lane, uint32_t lanes, uint32_t vectors,
+                                         float gain, uint64_t block) {
+    constexpr int N = d3_width(WD);
+    constexpr uint32_t W = d3_vector<WD, N>::BYTES, O = d3_vector<OD, N>::BYTES;
+    uint32_t v = lane;
+    w += (uint64_t)lane * W;
+    o += (uint64_t)lane * O;
+    block += lane;
+#pragma unroll 1
+    for (; v + lanes < vectors; v += 2 * lanes) {
+        row_vectors<WD, OD, 2, SELECTED, STOCHASTIC>(e, s, w, o, lanes, gain, block);
+        w += 2 * lanes * W;
+        o += 2 * lanes * O;
+        block += 2 * lanes;
+    }
+    if (v < vectors) row_vectors<WD, OD, 1, SELECTED, STOCHASTIC>(e, s, w, o, lanes, gain, block);
+}
+
+template <int WD, int OD>
+__global__ void __launch_bounds__(D3_THREADS, WD == D3_ANY ? 5 : 4)
+    update_rows_kernel(const __grid_constant__ update_table table) {
+    constexpr int N = d3_width(WD);
+    const uint32_t index = d3_find(table, blockIdx.x);
+    const update_entry& e = table.entries[index];
+    const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
+    const update_numbers s = numbers_of(e);
+    const int w_size = d3_size<WD>(e.weight_dtype), o_size = d3_size<OD>(e.update_dtype);
+    const int64_t w_step = (N > 1 ? 1 : e.w.col) * w_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
+    const uint32_t cols = e.rows.cols;
+
+    for (uint32_t r = p.group; r < p.rows; r += p.groups) {
+        const uint32_t row = p.first + r;
+        const int64_t slot = e.slots ? e.slots[(int64_t)p.batch * e.rows.rows + row] : (int64_t)row;
+        const bool selected = slot >= 0;
+        float gain = 0.0f;
+        if (!selected && s.skips) continue;
+        if (selected) {
+            const float factor = e.factor ? e.factor[(int64_t)p.batch * e.factors + slot] : 1.0f;
+            gain = d3_update_gain(s.step_size, e.scale, factor);
+        }
+        char* const w = e.weight + (p.batch * e.w.batch + row * e.w.row) * w_size;
+        const char* const o = e.update + (p.batch * e.o.batch + slot * e.o.row) * o_size;
+        const int64_t at = e.index_base + p.batch * e.index_batch + row * e.index_row;
+        const uint32_t head = d3_head<N>(w, w_size, cols), vectors = (cols - head) / N;
+        const uint32_t body = vectors * N;
+        const bool vector_update = d3_aligned<OD, N>(o + head * o_step);
+        uint32_t j = head + p.lane * N; /* below 2^32 */
+        bool fast = false;
+        if constexpr (N > 1) {
+            char* const wv = w + head * w_step;
+            const char* const ov = o + head * o_step;
+            const uint64_t block = (uint64_t)(at + head) >> 3;
+            if (WD != DION3_F32 && s.stochastic) {
+                if constexpr (WD != DION3_F32) {
+                    const bool whole = e.index_col == 1 && ((at + head) & 7) == 0;
+                    fast = whole && (!selected || vector_update);
+                    if (whole && !selected) {
+                        row_body<WD, OD, false, true>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, block);
+                    } else if (fast) {
+                        row_body<WD, OD, true, true>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, block);
+                    }
+                }
+            } else {
+                fast = !selected || vector_update;
+                if (!selected) {
+                    row_body<WD, OD, false, false>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, 0);
+                } else if (fast) {
+                    row_body<WD, OD, true, false>(e, s, wv, ov, p.lane, p.lanes, vectors, gain, 0);
+                }
+            }
+        }
+        if (!fast) {
+#pragma unroll 1
+            for (uint32_t v = p.lane; v < vectors; v += p.lanes) {
+                row_piece<WD, OD, N>(e, s, w + j * w_step, o + j * o_step, selected, vector_update, gain,
+                                     at + j * e.index_col);
+                j += p.lanes * N;
+            }
+        }
+        if constexpr (N > 1) {
+#pragma unroll 1
+            for (uint32_t i = p.lane; i < cols - body; i += p.lanes) {
+                j = i < head ? i : i + body;
+                row_piece<WD, OD, 1>(e, s, w + j * w_step, o + j * o_step, selected, false, gain,
+                                     at + j * e.index_col);
+            }
+        }
+    }
+}
+
+/* ---- columns ---------------------------------------------------------------------------------- */
+
+/* What a thread of the column kernel walks through: its rows are WARPS apart. */
+struct column_walk {
+    char* w;
+    const char* o; /* the update of the first selected one of its columns */
+    int64_t w_jump, o_jump, o_step;
+    const float* factor; /* or NULL */
+    float gain;          /* without factor */
+    uint32_t mask;       /* which of its columns are selected */
+    uint32_t row, end;
+    int64_t at, at_jump; /* global index of a row's first element */
+};
+
+/* How a row of a column_walk is rounded: to nearest, with one Philox call a vector, or as round_weight does. */
+enum { NEAREST, WHOLE, GENERAL };
+
+/* V rows of N columns. */
+template <int WD, int OD, int N, int V, int ROUNDING>
+__device__ __forceinline__ void column_piece(const update_entry& e, const update_numbers& s,
+                                             const column_walk& p) {
+    d3_vector<WD, N> old[V];
+    d3_vector<OD, 1> direction[V][N];
+    float gain[V];
+    const char* o = p.o;
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (p.mask >> i & 1u) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                direction[v][i] = d3_fetch_each<OD, 1>(o + v * p.o_jump, 0, e.update_dtype);
+            }
+            o += p.o_step;
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        gain[v] = p.factor ? d3_mul(p.gain, p.factor[p.row + v * WARPS]) : p.gain;
+    }
+    uint32_t u[V][4];
+    if constexpr (ROUNDING == WHOLE) {
+        uint64_t blocks[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) blocks[v] = (uint64_t)(p.at + v * p.at_jump) >> 3;
+        d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N];
+        d3_widen<WD, N>(old[v], e.weight_dtype, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[i] = d3_decay(s.decay, x[i]);
+            if (p.mask >> i & 1u) {
+                float y[1];
+                d3_widen<OD, 1>(direction[v][i], e.update_dtype, y);
+                x[i] = d3_sub(x[i], d3_mul(gain[v], y[0])); /* d3_update with its product at hand */
+            }
+        }
+        if constexpr (ROUNDING == WHOLE) {
+            old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
+        } else if constexpr (ROUNDING == NEAREST) {
+            old[v] = d3_round<WD, N>(x, e.weight_dtype);
+        } else {
+            old[v] = round_weight<WD, N>(e, s, p.at + v * p.at_jump, x);
+        }
+        d3_put_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype, old[v]);
+    }
+}
+
+__device__ __forceinline__ void go_on(column_walk& p, uint32_t rows) {
+    p.w += rows * p.w_jump;
+    p.o += rows * p.o_jump;
+    p.at += rows * p.at_jump;
+    p.row += rows * WARPS;
+}
+
+template <int WD, int OD, int N, int V, int ROUNDING>
+__device__ __forceinline__ void column_rows(const update_entry& e, const update_numbers& s, column_walk p) {
+    if constexpr (V > 1) {
+#pragma unroll 1
+        while (p.row + (V - 1) * WARPS < p.end) {
+            column_piece<WD, OD, N, V, ROUNDING>(e, s, p);
+            go_on(p, V);
+        }
+    }
+#pragma unroll 1
+    while (p.row < p.end) {
+        column_piece<WD, OD, N, 1, ROUNDING>(e, s, p);
+        go_on(p, 1);
+    }
+}
+
+template <int WD, int OD>
+__global__ void __launch_bounds__(D3_THREADS, 3)
+    update_columns_kernel(const __grid_constant__ update_table table) {
+    constexpr int N = d3_width(WD), TILE = LANES * N;
+    const uint32_t index = d3_find(table, blockIdx.x);
+    const update_entry& e = table.entries[index];
+    const update_numbers s = numbers_of(e);
+    const uint32_t cols = e.rows.cols, tiles = (cols + TILE - 1) / TILE;
+    const uint32_t strips = (e.rows.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    uint32_t rest = blockIdx.x - table.first[index];
+    const uint32_t tile = rest % tiles;
+    rest /= tiles;
+    const uint32_t strip = rest % strips, batch = rest / strips;
+    const uint32_t column = tile * TILE + threadIdx.x % LANES * N;
+    const int w_size = d3_size<WD>(e.weight_dtype), o_size = d3_size<OD>(e.update_dtype);
+    const int64_t w_step = (N > 1 ? 1 : e.w.col) * w_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
+    const int32_t* const slots = e.slots + (int64_t)batch * cols;
+    uint32_t mask = 0, held = 0;
+    int64_t slot = 0;
+#pragma unroll
+    for (int i = N - 1; i >= 0; --i) {
+        if (column + i < cols) {
+            const int32_t found = slots[column + i];
+            ++held;
+            if (found >= 0) {
+                mask |= 1u << i;
+                slot = found;
+            }
+        }
+    }
+    if (held == 0 || (s.skips && mask == 0)) return;
+    column_walk p;
+    p.row = strip * STRIP_ROWS + threadIdx.x / LANES;
+    p.end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    p.w = e.weight + (batch * e.w.batch + p.row * e.w.row) * w_size + column * w_step;
+    p.o = e.update + (batch * e.o.batch + p.row * e.o.row) * o_size + slot * o_step;
+    p.w_jump = e.w.row * (int64_t)(WARPS * w_size);
+    p.o_jump = e.o.row * (int64_t)(WARPS * o_size);
+    p.o_step = o_step;
+    p.factor = e.factor ? e.factor + (int64_t)batch * e.factors : NULL;
+    p.gain = d3_mul(s.step_size, e.scale); /* d3_update_gain without its factor */
+    p.mask = mask;
+    p.at = e.index_base + batch * e.index_batch + column * e.index_col + p.row * e.index_row;
+    p.at_jump = e.index_row * WARPS;
+    if constexpr (N == 1) {
+        column_rows<WD, OD, 1, 1, GENERAL>(e, s, p);
+    } else if (held < N) { /* the last columns, fewer than a vector */
+#pragma unroll 1
+        for (; p.row < p.end; go_on(p, 1)) {
+            column_walk single = p;
+#pragma unroll 1
+            for (uint32_t i = 0; i < held; ++i) {
+                single.mask = mask >> i & 1u;
+                column_piece<WD, OD, 1, 1, GENERAL>(e, s, single);
+                single.w += w_size;
+                single.o += single.mask * o_step;
+                single.at += e.index_col;
+            }
+        }
+    } else if (!s.stochastic) {
+        column_rows<WD, OD, N, 2, NEAREST>(e, s, p);
+    } else if constexpr (N == 8) {
+        if (e.index_col == 1 && ((p.at | e.index_row) & 7) == 0) {
+            column_rows<WD, OD, N, 2, WHOLE>(e, s, p);
+        } else {
+            column_rows<WD, OD, N, 1, GENERAL>(e, s, p);
+        }
+    }
+}
+
+/* ---- host ------------------------------------------------------------------------------------- */
+
+enum { DTYPE_PAIRS = 7, ANY_ANY = 6 };
+
+#define UPDATE_KERNELS(name)                                                                                 \
+    (const void*)name<DION3_F32, DION3_F16>, (const void*)name<DION3_F32, DION3_BF16>,                       \
+        (const void*)name<DION3_F16, DION3_F16>, (const void*)name<DION3_F16, DION3_BF16>,                   \
+        (const void*)name<DION3_BF16, DION3_F16>, (const void*)name<DION3_BF16, DION3_BF16>,                 \
+        (const void*)name<D3_ANY, D3_ANY>
+
+/* The entry of a matrix as it lies in memory: a transposed one turns its axis, unless neuron factors,
+ * which belong to rows of the weight, would become factors of columns. */
+static bool fill_entry(const dion3_update_item* it, update_entry* e) {
+    const bool turned = it->weight.col_stride != 1 && it->weight.row_stride == 1 && !it->factor;
+    e->weight = (char*)it->weight.data;
+    e->update = (const char*)it->update.data;
+    e->slots = it->slots;
+    e->factor = it->factor;
+    e->factors = (uint32_t)(it->axis == DION3_ROWS ? it->k : it->rows);
+    e->hyper = it->hyper;
+    e->step = it->step;
+    e->seed = it->seed;
+    e->index_base = it->index_base;
+    e->index_batch = it->index_batch_stride;
+    e->index_row = it->index_row_stride;
+    e->index_col = 1;
+    e->w = d3_strides_of(&it->weight);
+    e->o = d3_strides_of(&it->update);
+    e->param_id = it->param_id;
+    e->scale = it->scale;
+    e->weight_dtype = (uint8_t)it->weight.dtype;
+    e->update_dtype = (uint8_t)it->update.dtype;
+    if (turned) {
+        d3_swap(&e->w.row, &e->w.col);
+        d3_swap(&e->o.row, &e->o.col);
+        d3_swap(&e->index_row, &e->index_col);
+    }
+    return turned;
+}
+
+static d3_work prepare(const dion3_update_item* it, update_entry* e, char** workspace) {
+    d3_work work = {ANY_ANY, 0};
+    (void)workspace;
+    if (it->batch == 0 || it->rows == 0 || it->cols == 0) return work;
+    const bool turned = fill_entry(it, e);
+    const bool columns = it->slots && (it->axis == DION3_COLS) != turned;
+    const int64_t rows = turned ? it->cols : it->rows, cols = turned ? it->rows : it->cols;
+    const int lead = d3_width(it->weight.dtype);
+    bool vectors = e->w.col == 1 && e->o.col == 1 && it->update.dtype != DION3_F32;
+    if (columns) {
+        vectors = vectors && e->w.row % lead == 0 && (it->batch == 1 || e->w.batch % lead == 0) &&
+                  (uintptr_t)e->weight % 16 == 0;
+    }
+    if (vectors) work.kernel = 2 * it->weight.dtype + (it->update.dtype == DION3_BF16);
+    const int width = vectors ? lead : 1;
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    if (columns && work.blocks != D3_TOO_LARGE) {
+        const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
+        const uint64_t tile = (uint64_t)(LANES * width);
+        work.kernel += DTYPE_PAIRS;
+        work.blocks = ((uint64_t)cols + tile - 1) / tile * strips * (uint64_t)it->batch;
+    }
+    return work;
+}
+
+dion3_status dion3_update_cuda(const dion3_update_item* items, int64_t count, dion3_stream stream) {
+    static const void* const kernels[] = {UPDATE_KERNELS(update_rows_kernel),
+                                          UPDATE_KERNELS(update_columns_kernel)};
+    D3_TRY(d3_check_update(items, count));
+    return d3_launch("dion3_update", items, count, prepare, kernels, D3_THREADS, NULL, stream);
+}

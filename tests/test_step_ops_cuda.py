@@ -1,0 +1,486 @@
+"""What only a GPU can show of the step operators: the CUDA kernels against the C functions of the CPU,
+bit for bit and over whole buffers, and how they behave on streams, in graphs and at large sizes.
+
+Sums of scores are float64 in an order of each device's own, so scores and norms are compared to
+2^-46, what follows from the neuron's sums to an ulp or two of float32; everything else, stochastic
+rounding and the bytes around every tensor included, must be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    adamw_hyper,
+    hyper_tensor,
+    poisoned,
+    randn,
+    same_bits,
+    seeded,
+    with_layout,
+)
+from test_ops import part_shape, selection
+from torch import Tensor
+
+from dion3 import ops
+
+pytestmark = pytest.mark.gpu
+
+CPU = torch.device("cpu")
+# Wider and taller than a block's share in some direction, odd in others.
+SHAPES = ((1, 1), (3, 5), (40, 2056), (300, 136), (17, 5000), (9, 9000), (2, 66, 520), (3, 130, 37))
+LAYOUTS = ("dense", "transposed", "sliced", "shifted")
+SUM_RTOL = 2.0**-46
+FLOAT_RTOL = 2.0**-22
+
+
+@pytest.fixture(autouse=True)
+def native() -> None:
+    if not ops.is_native("momentum_", "cuda"):
+        pytest.skip("the package was built without its CUDA kernels")
+
+
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    """helpers.with_layout, and "shifted": dense at an address that no vector may start at."""
+    if layout != "shifted":
+        return with_layout(t, layout)
+    buffer = torch.full((t.numel() + 131,), 7, dtype=t.dtype)
+    view = buffer[67 : 67 + t.numel()].view(t.shape)
+    return view.copy_(t)
+
+
+def whole(t: Tensor) -> Tensor:
+    """Everything in the memory that t is a view of."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+
+
+def to_cuda(value: Any) -> Any:
+    """Tensors with their strides, offsets and surroundings; in lists too."""
+    if isinstance(value, list):
+        return [to_cuda(v) for v in value]
+    if not isinstance(value, Tensor):
+        return value
+    return whole(value).cuda().as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [copied(v) for v in value]
+    if not isinstance(value, Tensor):
+        return value
+    return whole(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def tensors_of(args: Any) -> Iterator[Tensor]:
+    for value in args:
+        if isinstance(value, list):
+            yield from tensors_of(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def assert_equal_buffers(expected: Any, got: Any, rtol: float = 0.0) -> None:
+    """Bit for bit; float64 (sums, norms) and, if rtol is given, float32 within a tolerance."""
+    for a, b in zip(tensors_of(expected), tensors_of(got), strict=True):
+        a, b = whole(a).cpu(), whole(b).cpu()
+        tolerance = (
+            SUM_RTOL if a.dtype == torch.float64 else rtol if a.dtype == torch.float32 else 0
+        )
+        if tolerance:
+            torch.testing.assert_close(b, a, rtol=tolerance, atol=0, equal_nan=True)
+        else:
+            assert same_bits(a, b)
+
+
+def check(name: str, args: tuple[Any, ...], rtol: float = 0.0) -> None:
+    """The CPU function and the kernel leave the same bytes everywhere."""
+    on_gpu = tuple(to_cuda(a) for a in args)
+    getattr(ops, name)(*args)
+    getattr(ops, name)(*on_gpu)
+    assert_equal_buffers(args, on_gpu, rtol)
+
+
+def batch(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[:-2]
+
+
+def momentum_args(shape, dtypes, axis, layouts=("dense", "dense"), **hyper):
+    m = laid_out(randn(shape, dtypes[0], CPU, "m"), layouts[0])
+    g = laid_out(randn(shape, dtypes[1], CPU, "g"), layouts[1])
+    sums = [poisoned((*batch(shape), shape[axis - 2]), torch.float64, CPU) for _ in range(2)]
+    return ([m], [g], hyper_tensor(CPU, hyper), [0], [axis], [sums[0]], [sums[1]])
+
+
+def gather_args(shape, dtypes, axis, k, layouts=("dense", "dense", "dense"), **hyper):
+    m = laid_out(randn(shape, dtypes[0], CPU, "m"), layouts[0])
+    g = laid_out(randn(shape, dtypes[1], CPU, "g"), layouts[1])
+    out = laid_out(poisoned(part_shape(shape, axis, k), dtypes[2], CPU), layouts[2])
+    norm = randn(batch(shape) or (1,), torch.float64, CPU, "n").abs()
+    if hyper.get("nesterov", 1.0) == 1.0:
+        g = torch.empty(0)
+    indices = selection(shape, axis, k, CPU)[0]
+    return ([m], [g], [indices], [norm], hyper_tensor(CPU, hyper), [0], [axis], [out])
+
+
+def update_args(
+    shape, dtypes, axis, k, stochastic, factors, layouts=("dense", "dense"), base=0, row_stride=None
+):
+    w = laid_out(randn(shape, dtypes[0], CPU, "w"), layouts[0])
+    part = part_shape(shape, axis, k)
+    o = laid_out(randn(part, dtypes[1], CPU, "o"), layouts[1])
+    factor = torch.rand(part[:-1], generator=seeded(part)) if factors else torch.empty(0)
+    step = torch.tensor([7.0]) if stochastic else torch.empty(0)
+    slots = selection(shape, axis, k, CPU)[1]
+    stride = row_stride or shape[-1]
+    return (
+        [w], [o], [slots], [factor], hyper_tensor(CPU), [0], [axis], [1.7], [step], 2**40 + 5, [3],
+        [base], [shape[-2] * stride], [stride],
+    )  # fmt: skip
+
+
+def adamw_args(count, dtypes, stochastic, offset=0, base=0):
+    def flat(dtype, key):
+        values = randn((count + offset,), dtype, CPU, key)
+        return (values.abs() if key == "v" else values)[offset:]
+
+    tensors = [[flat(d, key)] for d, key in zip((*dtypes, dtypes[2]), "pgmv", strict=True)]
+    step = [torch.tensor([12.0])]
+    return (*tensors, step, adamw_hyper(CPU), [0], [stochastic], 5, [2], [base])
+
+
+def neuron_args(shape, dtype, layout="dense"):
+    o = laid_out(randn(shape, dtype, CPU, "o", scale=0.1), layout)
+    neurons = shape[-2] + 3
+    indices = selection((*batch(shape), neurons, 1), 0, shape[-2], CPU, "neuron")[0]
+    second = torch.rand((*batch(shape), neurons), generator=seeded(shape))
+    factor = poisoned(shape[:-1], torch.float32, CPU)
+    return ([o], [second], [indices], hyper_tensor(CPU), [0], [factor])
+
+
+def select_args(batches, n, k, digits=None):
+    score = torch.rand(batches, n, generator=seeded(n, k), dtype=torch.float64) + 3
+    if digits:
+        score = (score * digits).floor()
+    outputs = [
+        poisoned((batches, k), torch.int32, CPU),
+        poisoned((batches, n), torch.int32, CPU),
+        poisoned((batches,), torch.float64, CPU),
+    ]
+    sumsq = torch.rand(batches, n, generator=seeded(n), dtype=torch.float64)
+    return ([score], [sumsq], *([t] for t in outputs), [k])
+
+
+def quarter(n: int) -> int:
+    return -(-n // 4)
+
+
+# ---- the same bits as the CPU functions -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids=str)
+def test_momentum_equals_the_cpu(dtypes):
+    for shape, axis, nu in itertools.product(SHAPES, (0, 1), (1.0, 0.9)):
+        check("momentum_", momentum_args(shape, dtypes, axis, keep=0.95, gain=-0.05, nesterov=nu))
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids=str)
+def test_momentum_equals_the_cpu_with_every_stride(layouts):
+    for shape, axis in itertools.product(((40, 2056), (2, 66, 520)), (0, 1)):
+        check("momentum_", momentum_args(shape, (torch.bfloat16,) * 2, axis, layouts))
+        check("momentum_", momentum_args(shape, (torch.float32, torch.bfloat16), axis, layouts))
+
+
+@pytest.mark.parametrize("n", [1, 31, 1024, 1025, 8192, 8193, 40000])
+def test_select_equals_the_cpu(n):
+    for k, digits in itertools.product({1, quarter(n), n}, (None, 7)):
+        check("select_", select_args(3, n, k, digits))
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=3)), ids=str)
+def test_gather_equals_the_cpu(dtypes):
+    for shape, axis, nu in itertools.product(SHAPES, (0, 1), (1.0, 0.9)):
+        for k in {1, quarter(shape[axis - 2]), shape[axis - 2]}:
+            check("gather_", gather_args(shape, dtypes, axis, k, nesterov=nu, gain=-0.05))
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids=str)
+def test_gather_equals_the_cpu_with_every_stride(layouts):
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    for shape, axis, nu in itertools.product(((40, 2056), (2, 66, 520)), (0, 1), (1.0, 0.9)):
+        k = quarter(shape[axis - 2])
+        placed = (layouts[0], "dense", layouts[1])
+        check("gather_", gather_args(shape, dtypes, axis, k, placed, nesterov=nu))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neuron_equals_the_cpu(dtype):
+    for shape, layout in itertools.product((*SHAPES, (5000, 8)), LAYOUTS):
+        check("neuron_", neuron_args(shape, dtype, layout), FLOAT_RTOL)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids=str)
+def test_update_equals_the_cpu(dtypes, stochastic):
+    for shape, axis, factors in itertools.product(SHAPES, (0, 1), (False, True)):
+        for k in {1, quarter(shape[axis - 2]), shape[axis - 2]}:
+            check("update_", update_args(shape, dtypes, axis, k, stochastic, factors))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids=str)
+def test_update_equals_the_cpu_with_every_stride(layouts, stochastic):
+    dtypes = (torch.bfloat16, torch.float16)
+    for shape, axis in itertools.product(((40, 2056), (2, 66, 520)), (0, 1)):
+        k = quarter(shape[axis - 2])
+        for factors in (False, True):
+            check("update_", update_args(shape, dtypes, axis, k, stochastic, factors, layouts))
+
+
+@pytest.mark.parametrize("base, row_stride", [(8, 2064), (3, 2056), (2**35, 2**33 + 1), (4, 2059)])
+def test_random_bits_follow_the_global_index(base, row_stride):
+    for dtype, axis in itertools.product((torch.bfloat16, torch.float16), (0, 1)):
+        dtypes = (dtype, torch.float16)
+        args = update_args(
+            (40, 2056), dtypes, axis, 10, True, False, base=base, row_stride=row_stride
+        )
+        check("update_", args)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=3)), ids=str)
+def test_adamw_equals_the_cpu(dtypes, stochastic):
+    for count, offset in itertools.product((1, 7, 4096, 9001), (0, 1, 4)):
+        for base in (0, 4, 2**34 + 3):
+            check("adamw_", adamw_args(count, dtypes, stochastic, offset, base))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 1000, 54321])
+def test_bias_corrections_equal_the_cpu(step):
+    args = adamw_args(1000, (torch.float32,) * 3, False)
+    args[4][0].fill_(step)
+    check("adamw_", args)
+
+
+# ---- many, and large ------------------------------------------------------------------------------
+
+
+def joined(calls: list[tuple[Any, ...]], hyper_at: int) -> tuple[Any, ...]:
+    """One call for the matrices of several, which share hyper and the scalars."""
+    result: list[Any] = []
+    for i, values in enumerate(zip(*calls, strict=True)):
+        lists = isinstance(values[0], list) and i != hyper_at
+        result.append([x for v in values for x in v] if lists else values[0])
+    return tuple(result)
+
+
+def many(count: int) -> dict[str, tuple[Any, ...]]:
+    """A call of every operator for more matrices than one table of items holds, of mixed kinds."""
+    shapes = [(1 + i % 7, 8 + i % 5) for i in range(count)]
+    pairs = list(itertools.product(DTYPES, repeat=2))
+    kinds = [pairs[i % 9] for i in range(count)]
+    each = range(count)
+    return {
+        "momentum_": joined([momentum_args(shapes[i], kinds[i], i % 2) for i in each], 2),
+        "select_": joined([select_args(1, 5 + i % 40, 1 + i % 5) for i in each], -1),
+        "gather_": joined(
+            [gather_args(shapes[i], (*kinds[i], kinds[i][1]), i % 2, 1) for i in each], 4
+        ),
+        "neuron_": joined([neuron_args(shapes[i], kinds[i][0]) for i in each], 3),
+        "update_": joined(
+            [update_args(shapes[i], kinds[i], i % 2, 1, i % 3 == 0, False) for i in each], 4
+        ),
+        "adamw_": joined(
+            [adamw_args(1 + i, (*kinds[i], kinds[i][0]), i % 2 == 0) for i in each], 5
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_hundreds_of_matrices_in_one_call(name):
+    check(name, many(700)[name], FLOAT_RTOL if name == "neuron_" else 0.0)
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_a_matrix_does_not_depend_on_the_others(name):
+    together = to_cuda(list(many(40)[name]))
+    alone = copied(together)
+    getattr(ops, name)(*together)
+    for i in range(40):
+        single = [v[i : i + 1] if isinstance(v, list) and len(v) == 40 else v for v in alone]
+        getattr(ops, name)(*single)
+    for a, b in zip(tensors_of(together), tensors_of(alone), strict=True):
+        assert same_bits(a, b)
+
+
+def test_a_batch_of_seventy_thousand():
+    shape = (70000, 2, 3)
+    for axis in (0, 1):
+        check("momentum_", momentum_args(shape, (torch.float32, torch.bfloat16), axis))
+        check("gather_", gather_args(shape, (torch.float32,) * 3, axis, 1))
+        check("update_", update_args(shape, (torch.bfloat16,) * 2, axis, 1, True, True))
+    check("select_", select_args(70000, 3, 2))
+    check("neuron_", neuron_args(shape, torch.bfloat16), FLOAT_RTOL)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_offsets_beyond_two_to_the_31(axis):
+    rows, cols, tail = 65600, 32776, 64  # 2.15e9 elements
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GB of GPU memory")
+    n = (rows, cols)[axis]
+    k = quarter(n)
+    indices, slots = (t.cuda() for t in selection((rows, cols), axis, k, CPU))
+    h = hyper_tensor(CPU)
+    w = torch.ones(rows, cols, dtype=torch.bfloat16, device="cuda")
+    last = randn((tail, cols), torch.bfloat16, CPU, "last")
+    w[-tail:] = last.cuda()
+    g = randn((1, cols), torch.bfloat16, CPU, "g")
+    sums = [poisoned((n,), torch.float64, torch.device("cuda")) for _ in range(2)]
+    grad = g.cuda().expand(rows, cols)
+    ops.momentum_([w], [grad], h.cuda(), [0], [axis], [sums[0]], [sums[1]])
+    none = [torch.empty(0, dtype=torch.float64)]
+    ops.momentum_([last], [g.expand(tail, cols)], h, [0], [axis], none, none)
+    assert same_bits(w[-tail:], last)
+    if axis == 0:
+        expected = last.double().abs().sum(1)
+        torch.testing.assert_close(sums[0][-tail:].cpu(), expected, rtol=SUM_RTOL, atol=0)
+    assert bool(torch.isfinite(sums[0]).all()) and bool(torch.isfinite(sums[1]).all())
+
+    out = poisoned(part_shape((rows, cols), axis, k), torch.float16, torch.device("cuda"))
+    no_norm = [torch.empty(0, dtype=torch.float64, device="cuda")]
+    no_grad = [torch.empty(0, device="cuda")]
+    before = last.cuda()
+    ops.gather_([w], no_grad, [indices], no_norm, h.cuda(), [0], [axis], [out])
+    chosen = (slots[-tail:] if axis == 0 else slots) >= 0
+    part = before[chosen] if axis == 0 else before[:, chosen]
+    got = out[-part.shape[0] :] if axis == 0 else out[-tail:]
+    assert same_bits(got, part.half())
+
+    weight = w[-tail:].cpu()
+    step = torch.tensor([3.0])
+    no_factor = torch.empty(0)
+    options = ([0], [axis], [1.0])
+    tail_slots = slots.cpu()
+    if axis == 0:
+        tail_slots = torch.where(chosen, chosen.cumsum(0) - 1, -1).int().cpu()
+    tail_update = got.cpu().contiguous()
+    ops.update_(
+        [w], [out], [slots], [no_factor.cuda()], h.cuda(), *options, [step.cuda()], 9, [1], [0],
+        [rows * cols], [cols],
+    )  # fmt: skip
+    ops.update_(
+        [weight], [tail_update], [tail_slots], [no_factor], h, *options, [step], 9, [1],
+        [(rows - tail) * cols], [tail * cols], [cols],
+    )  # fmt: skip
+    assert same_bits(w[-tail:], weight)
+
+
+# ---- streams, graphs, synchronisation ---------------------------------------------------------------
+
+
+def every_call() -> dict[str, tuple[Any, ...]]:
+    """A call of each operator that takes its vector kernels."""
+    shape, half = (300, 136), (torch.bfloat16, torch.bfloat16)
+    return {
+        "momentum_": momentum_args(shape, half, 1),
+        "select_": select_args(2, 1000, 250),
+        "gather_": gather_args(shape, (*half, torch.float16), 1, 34),
+        "neuron_": neuron_args(shape, torch.bfloat16),
+        "update_": update_args(shape, half, 1, 34, True, True),
+        "adamw_": adamw_args(9001, (*half, torch.float32), True),
+    }
+
+
+def result_of(name: str, run: Callable[[str, tuple[Any, ...]], None]) -> list[Tensor]:
+    args = tuple(to_cuda(a) for a in every_call()[name])
+    run(name, args)
+    torch.cuda.synchronize()
+    return list(tensors_of(args))
+
+
+def plainly(name: str, args: tuple[Any, ...]) -> None:
+    getattr(ops, name)(*args)
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_repeats_bit_for_bit(name):
+    first = result_of(name, plainly)
+    for _ in range(3):
+        assert all(same_bits(a, b) for a, b in zip(first, result_of(name, plainly), strict=True))
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_runs_on_the_current_stream(name):
+    def on_a_stream(name, args):
+        inputs = [t.clone() for t in tensors_of(args)]
+        for t in tensors_of(args):
+            t.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            for t, values in zip(tensors_of(args), inputs, strict=True):
+                t.copy_(values)  # on any other stream the operator would see zeros
+            getattr(ops, name)(*args)
+        stream.synchronize()
+
+    expected, got = result_of(name, plainly), result_of(name, on_a_stream)
+    assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_replays_from_a_graph_with_the_hyper_of_the_moment(name):
+    def captured(name, args):
+        values = [t.clone() for t in tensors_of(args)]
+        hypers = [a for a in args if isinstance(a, Tensor)]
+        for h in hypers:
+            h.mul_(0.5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            getattr(ops, name)(*args)
+        graph.replay()
+        for t, v in zip(tensors_of(args), values, strict=True):
+            t.copy_(v)  # hyper too: the replay must see it
+        graph.replay()
+
+    expected, got = result_of(name, plainly), result_of(name, captured)
+    assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_never_synchronises(name):
+    args = tuple(to_cuda(a) for a in every_call()[name])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        getattr(ops, name)(*args)
+        torch.cuda._sleep(200_000_000)
+        after = torch.cuda.Event()
+        getattr(ops, name)(*args)
+        after.record()
+        assert not after.query(), "the call waited for the device"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("name", ops.NAMES)
+def test_runs_on_the_device_of_its_tensors(name):
+    def elsewhere(name, args):
+        moved = [
+            [t.to("cuda:1") for t in a] if isinstance(a, list) and isinstance(a[0], Tensor)
+            else a.to("cuda:1") if isinstance(a, Tensor) else a
+            for a in args
+        ]  # fmt: skip
+        getattr(ops, name)(*moved)
+        for t, result in zip(tensors_of(args), tensors_of(moved), strict=True):
+            t.copy_(result)
+
+    expected, got = result_of(name, plainly), result_of(name, elsewhere)
+    assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
