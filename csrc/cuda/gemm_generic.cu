@@ -14,7 +14,6 @@
  *   does not depend on tile, alignment or batch: neither does any bit of the result.
  * Source: PTX ISA, mma.sync.m16n8k16 fragment layout; kernels follow the scheme of its ldmatrix figures.
  */
-#include "../status.h"
 #include "../tri.h"
 #include "cuda_check.cuh"
 #include "gemm.h"
@@ -61,8 +60,7 @@ struct launch_table {
 };
 static_assert(sizeof(launch_table) <= 4096, "kernel parameters beyond 4 KB slow every launch down");
 
-template <int TILE>
-struct shape {
+template <int TILE> struct shape {
     static constexpr int WARPS = TILE == 128 ? 8 : 4;
     static constexpr int THREADS = WARPS * 32;
     static constexpr int WARP_M = TILE / 2;
@@ -73,135 +71,117 @@ struct shape {
     static constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
     static constexpr int PITCH = TILE + 4; /* floats between rows of the epilogue's tile */
     static constexpr int SHARED_BYTES =
-        STAGES * STAGE_BYTES > TILE * PITCH * 4 ? STAGES * STAGE_BYTES : TILE * PITCH * 4;
+        STAGES * STAGE_BYTES > TILE* PITCH * 4 ? STAGES* STAGE_BYTES : TILE* PITCH * 4;
 };
 
 /* ---- operands: global to shared memory ----------------------------------------------------------
  * A k-major stage is TILE rows of 64 k, an mn-major stage 64 k-rows of TILE elements; the 16-byte chunks
  * of a row are permuted by chunk ^ (row % 8), which spreads eight rows of one chunk over all banks. Each
- * thread owns CHUNKS chunks of one column of chunks, "step" rows apart. */
-struct loader {
+ * thread owns CHUNKS chunks of one column of chunks, STEP rows apart. */
+template <int TILE, bool MN_MAJOR> struct loader {
+    static constexpr int PER_ROW = (MN_MAJOR ? TILE : BLOCK_K) / 8;
+    static constexpr int STEP = shape<TILE>::THREADS / PER_ROW;
     const char* pointer;
-    int64_t row_bytes, advance_bytes, element_bytes;
+    int64_t row_bytes,
+        advance_bytes; /* from one of the thread's chunks to the next; from the last to the next stage's first */
+    int64_t element_bytes;
     int32_t rows_left, chunk_left; /* valid rows and elements, counted from the thread's first chunk */
-    int32_t rows_advance, chunk_advance;
-    int32_t step, target, target_step;
-    int32_t vector;
-};
+    uint32_t target;
 
-template <int TILE>
-__device__ __forceinline__ loader make_loader(const source& s, int64_t batch, int64_t mn0, int mn_size, int k_size) {
-    using S = shape<TILE>;
-    loader l;
-    const int per_row = s.mn_major ? TILE / 8 : BLOCK_K / 8;
-    const int chunk = threadIdx.x % per_row;
-    const int row = threadIdx.x / per_row;
-    const int mn_left = (int)min((int64_t)TILE, mn_size - mn0);
-    const int64_t row_stride = s.mn_major ? s.k_stride : s.mn_stride;
-    const int64_t chunk_stride = s.mn_major ? s.mn_stride : s.k_stride;
-    l.step = S::THREADS / per_row;
-    l.pointer = (const char*)s.data + 2 * (batch * s.batch_stride + mn0 * s.mn_stride + row * row_stride +
-                                           chunk * 8 * chunk_stride);
-    l.row_bytes = 2 * l.step * row_stride;
-    l.element_bytes = 2 * chunk_stride;
-    l.advance_bytes = 2 * BLOCK_K * s.k_stride;
-    l.rows_left = (s.mn_major ? k_size : mn_left) - row;
-    l.chunk_left = (s.mn_major ? mn_left : k_size) - chunk * 8;
-    l.rows_advance = s.mn_major ? BLOCK_K : 0;
-    l.chunk_advance = s.mn_major ? 0 : BLOCK_K;
-    l.target = row * per_row * 16 + ((chunk ^ (row & 7)) << 4);
-    l.target_step = l.step * per_row * 16;
-    l.vector = s.vector;
-    return l;
-}
-
-/* Eight elements one by one, zeros from the left-th on. */
-__device__ __forceinline__ void copy_elements(uint32_t target, const char* pointer, int64_t element_bytes, int left) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        uint32_t low = 0, high = 0;
-        if (2 * i < left) low = *(const uint16_t*)(pointer + 2 * i * element_bytes);
-        if (2 * i + 1 < left) high = *(const uint16_t*)(pointer + (2 * i + 1) * element_bytes);
-        words[i] = low | (high << 16);
+    __device__ __forceinline__ loader(const source& s, int64_t batch, int64_t mn0, int mn_size, int k_size) {
+        const int chunk = threadIdx.x % PER_ROW, row = threadIdx.x / PER_ROW;
+        const int mn_left = (int)min((int64_t)TILE, mn_size - mn0);
+        const int64_t row_stride = MN_MAJOR ? s.k_stride : s.mn_stride;
+        const int64_t chunk_stride = MN_MAJOR ? s.mn_stride : s.k_stride;
+        const int64_t first =
+            batch * s.batch_stride + mn0 * s.mn_stride + row * row_stride + chunk * 8 * chunk_stride;
+        pointer = (const char*)s.data + 2 * first;
+        row_bytes = 2 * STEP * row_stride;
+        element_bytes = 2 * chunk_stride;
+        advance_bytes = 2 * BLOCK_K * s.k_stride - shape<TILE>::CHUNKS * row_bytes;
+        rows_left = (MN_MAJOR ? k_size : mn_left) - row;
+        chunk_left = (MN_MAJOR ? mn_left : k_size) - chunk * 8;
+        target = row * PER_ROW * 16 + ((chunk ^ (row & 7)) << 4);
     }
-    ptx::store_shared16(target, words);
-}
 
-template <int TILE, bool VECTOR>
-__device__ __forceinline__ void load_stage(loader& l, uint32_t stage) {
-    using S = shape<TILE>;
+    /* Eight elements one by one, zeros from the left-th on. */
+    __device__ __forceinline__ void copy_elements(uint32_t to, int left) const {
+        uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < S::CHUNKS; ++i) {
-        const int left = i * l.step < l.rows_left ? min(max(l.chunk_left, 0), 8) : 0;
-        const char* pointer = l.pointer + i * l.row_bytes;
-        const uint32_t target = stage + l.target + i * l.target_step;
-        if (VECTOR || l.vector) {
-            ptx::cp_async16(target, pointer, 2 * left);
-        } else {
-            copy_elements(target, pointer, l.element_bytes, left);
+        for (int i = 0; i < 4; ++i) {
+            uint32_t low = 0, high = 0;
+            if (2 * i < left)
+                low = *(const uint16_t*)(pointer + 2 * i * element_bytes);
+            if (2 * i + 1 < left)
+                high = *(const uint16_t*)(pointer + (2 * i + 1) * element_bytes);
+            words[i] = low | (high << 16);
         }
+        ptx80_store_shared16(to, words);
     }
-    l.pointer += l.advance_bytes;
-    l.rows_left -= l.rows_advance;
-    l.chunk_left -= l.chunk_advance;
-}
+
+    template <bool VECTOR> __device__ __forceinline__ void load(uint32_t stage) {
+        const int in_chunk = min(max(chunk_left, 0), 8);
+#pragma unroll
+        for (int i = 0; i < shape<TILE>::CHUNKS; ++i) {
+            const int left = i * STEP < rows_left ? in_chunk : 0;
+            const uint32_t to = stage + target + i * STEP * PER_ROW * 16;
+            if (VECTOR) {
+                ptx80_cp_async16(to, pointer, 2 * left);
+            } else {
+                copy_elements(to, left);
+            }
+            pointer += row_bytes;
+        }
+        pointer += advance_bytes;
+        (MN_MAJOR ? rows_left : chunk_left) -= BLOCK_K;
+    }
+};
 
 /* ---- operands: shared memory to fragments -------------------------------------------------------
- * Lane addresses of ldmatrix for one 16 (mn) x 16 (k) block. The block's place enters by an exclusive
- * or where it moves along the permuted chunks, by an addition where it moves along rows. */
-struct reader {
-    uint32_t base, chunk_k, chunk_mn, rows_k, rows_mn;
-    int32_t transpose;
+ * Lane addresses of ldmatrix for 16 (mn) x 16 (k) blocks. A block's place enters by an exclusive or where
+ * it moves along the permuted chunks, by an addition where it moves along rows. */
+template <int TILE, bool MN_MAJOR> struct reader {
+    uint32_t base;
 
-    __device__ __forceinline__ uint32_t at(uint32_t stage, int mn, int k) const {
-        return stage + ((base ^ (k * chunk_k) ^ (mn * chunk_mn)) + k * rows_k + mn * rows_mn);
+    /* mn_high: whether bit 3 of the lane number means the next eight mn (A) or the next eight k (B). */
+    __device__ __forceinline__ reader(int mn0, bool mn_high) {
+        const int lane = threadIdx.x & 31, x = lane & 7;
+        const int mn8 = mn_high ? (lane >> 3) & 1 : lane >> 4;
+        const int k8 = mn_high ? lane >> 4 : (lane >> 3) & 1;
+        base = MN_MAJOR ? (k8 * 8 + x) * TILE * 2 + (((mn0 / 8 + mn8) ^ x) << 4)
+                        : (mn0 + mn8 * 8 + x) * 128 + ((k8 ^ x) << 4);
+    }
+
+    __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t stage, int mn, int k) const {
+        if (MN_MAJOR) {
+            ptx80_ldmatrix_x4_trans(fragment, stage + (base ^ (mn * 32)) + k * 16 * TILE * 2);
+        } else {
+            ptx80_ldmatrix_x4(fragment, stage + (base ^ (k * 32)) + mn * 16 * 128);
+        }
     }
 };
 
-/* mn_high: whether bit 3 of the lane number means the next eight mn (A) or the next eight k (B). */
-template <int TILE>
-__device__ __forceinline__ reader make_reader(int mn_major, int mn0, bool mn_high) {
-    const int lane = threadIdx.x & 31, x = lane & 7;
-    const int mn8 = mn_high ? (lane >> 3) & 1 : lane >> 4;
-    const int k8 = mn_high ? lane >> 4 : (lane >> 3) & 1;
-    reader r;
-    r.transpose = mn_major;
-    r.base = mn_major ? (k8 * 8 + x) * TILE * 2 + (((mn0 / 8 + mn8) ^ x) << 4)
-                      : (mn0 + mn8 * 8 + x) * 128 + ((k8 ^ x) << 4);
-    r.chunk_k = mn_major ? 0 : 32;
-    r.chunk_mn = mn_major ? 32 : 0;
-    r.rows_k = mn_major ? 16 * TILE * 2 : 0;
-    r.rows_mn = mn_major ? 0 : 16 * 128;
-    return r;
-}
-
 /* ---- epilogue ----------------------------------------------------------------------------------- */
-template <typename T>
-__device__ __forceinline__ float to_float(T x);
-template <>
-__device__ __forceinline__ float to_float(__half x) {
-    return __half2float(x);
-}
-template <>
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
-    return __bfloat162float(x);
-}
+template <typename T> __device__ __forceinline__ float to_float(T x);
+template <> __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+template <> __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 /* v[j] += factor * x[j] for the columns col + j below limit. */
 template <typename T>
-__device__ __forceinline__ void add_scaled(float (&v)[8], float factor, const addend& x, int64_t batch, int64_t row,
-                                           int64_t col, int limit) {
+__device__ __forceinline__ void add_scaled(float (&v)[8], float factor, const addend& x, int64_t batch,
+                                           int64_t row, int64_t col, int limit) {
     const T* p = (const T*)x.data + batch * x.batch_stride + row * x.row_stride + col * x.col_stride;
     if (x.vector && limit == 8) {
         T values[8];
         *(uint4*)values = *(const uint4*)p;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = fmaf(factor, to_float(values[j]), v[j]);
+        for (int j = 0; j < 8; ++j)
+            v[j] = fmaf(factor, to_float(values[j]), v[j]);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (j < limit) v[j] = fmaf(factor, to_float(p[j * x.col_stride]), v[j]);
+            if (j < limit)
+                v[j] = fmaf(factor, to_float(p[j * x.col_stride]), v[j]);
         }
     }
 }
@@ -211,55 +191,64 @@ __device__ __forceinline__ uint16_t round_bits(float x, int half) {
 }
 
 /* Stores the columns first <= j < limit of eight. */
-__device__ __forceinline__ void store8(const float (&v)[8], const group& g, int64_t batch, int64_t row, int64_t col,
-                                       int first, int limit) {
-    uint16_t* p = (uint16_t*)g.d.data + batch * g.d.batch_stride + row * g.d.row_stride + col * g.d.col_stride;
+__device__ __forceinline__ void store8(const float (&v)[8], const group& g, int64_t batch, int64_t row,
+                                       int64_t col, int first, int limit) {
+    uint16_t* p =
+        (uint16_t*)g.d.data + batch * g.d.batch_stride + row * g.d.row_stride + col * g.d.col_stride;
     if (g.d.vector && first <= 0 && limit >= 8) {
         uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            words[j] = round_bits(v[2 * j], g.d_is_half) | ((uint32_t)round_bits(v[2 * j + 1], g.d_is_half) << 16);
+            words[j] =
+                round_bits(v[2 * j], g.d_is_half) | ((uint32_t)round_bits(v[2 * j + 1], g.d_is_half) << 16);
         }
         *(uint4*)p = make_uint4(words[0], words[1], words[2], words[3]);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (j >= first && j < limit) p[j * g.d.col_stride] = round_bits(v[j], g.d_is_half);
+            if (j >= first && j < limit)
+                p[j * g.d.col_stride] = round_bits(v[j], g.d_is_half);
         }
     }
 }
 
 /* Where element (row, col) of the tile lies in shared memory: the permutation of the 8-column blocks lets
  * a warp read 4 x 8 rows of 8 columns without bank conflicts. */
-template <int TILE>
-__device__ __forceinline__ int tile_offset(int row, int col) {
+template <int TILE> __device__ __forceinline__ int tile_offset(int row, int col) {
     return row * shape<TILE>::PITCH + (col ^ (((row >> 3) & 3) << 3));
 }
 
 /* Adds the other terms to the accumulators in shared memory and stores the tile, of the symmetric product
  * what is on or below the diagonal; the finished fp32 values stay in shared memory for the mirrored store. */
 template <typename T, int TILE>
-__device__ __forceinline__ void store_direct(float* tile, const group& g, int symmetric, int64_t batch, int64_t row0,
-                                             int64_t col0) {
+__device__ __forceinline__ void store_direct(float* tile, const group& g, int symmetric, int64_t batch,
+                                             int64_t row0, int64_t col0) {
     float alpha = g.alpha, beta = g.beta;
-    if (g.alpha_device) alpha *= g.alpha_device[batch];
-    if (g.beta_device) beta *= g.beta_device[batch];
+    if (g.alpha_device)
+        alpha *= g.alpha_device[batch];
+    if (g.beta_device)
+        beta *= g.beta_device[batch];
     for (int u = threadIdx.x; u < TILE * TILE / 8; u += shape<TILE>::THREADS) {
         const int r = u / (TILE / 8), c = u % (TILE / 8) * 8;
         const int64_t row = row0 + r, col = col0 + c;
         const int limit = (int)min((int64_t)8, g.n - col);
-        if (row >= g.m || limit <= 0 || (symmetric && col > row)) continue;
+        if (row >= g.m || limit <= 0 || (symmetric && col > row))
+            continue;
         float v[8];
         float4* staged = (float4*)(tile + tile_offset<TILE>(r, c));
         *(float4*)v = staged[0];
         *(float4*)(v + 4) = staged[1];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] *= alpha;
-        if (g.beta != 0.0f) add_scaled<T>(v, beta, g.c, batch, row, col, limit);
-        if (g.gamma != 0.0f) add_scaled<T>(v, g.gamma, g.e, batch, row, col, limit);
+        for (int j = 0; j < 8; ++j)
+            v[j] *= alpha;
+        if (g.beta != 0.0f)
+            add_scaled<T>(v, beta, g.c, batch, row, col, limit);
+        if (g.gamma != 0.0f)
+            add_scaled<T>(v, g.gamma, g.e, batch, row, col, limit);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (row == col + j) v[j] += g.delta;
+            if (row == col + j)
+                v[j] += g.delta;
         }
         store8(v, g, batch, row, col, 0, symmetric ? (int)min((int64_t)limit, row - col + 1) : limit);
         staged[0] = *(float4*)v;
@@ -277,10 +266,12 @@ __device__ __forceinline__ void store_mirrored(const float* tile, const group& g
         const int r = (block % (TILE / 32) * 4 + (lane & 3)) * 8, c = block / (TILE / 32) * 8 + (lane >> 2);
         const int64_t row = row0 + r, col = col0 + c;
         const int limit = (int)min((int64_t)8, g.m - row);
-        if (col >= g.n || limit <= 0 || col >= row + 7) continue;
+        if (col >= g.n || limit <= 0 || col >= row + 7)
+            continue;
         float v[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = tile[tile_offset<TILE>(r + j, c)];
+        for (int j = 0; j < 8; ++j)
+            v[j] = tile[tile_offset<TILE>(r + j, c)];
         store8(v, g, batch, col, row, (int)max((int64_t)0, col - row + 1), limit);
     }
 }
@@ -293,7 +284,8 @@ struct position {
 template <int TILE>
 __device__ __forceinline__ const group& locate(const launch_table& table, int64_t index, position& at) {
     int which = 0;
-    while (which + 1 < table.count && index >= table.groups[which + 1].first_tile) ++which;
+    while (which + 1 < table.count && index >= table.groups[which + 1].first_tile)
+        ++which;
     const group& g = table.groups[which];
     const int64_t local = index - g.first_tile;
     const int64_t tiles = table.symmetric ? d3_tri_count(g.tile_rows) : (int64_t)g.tile_rows * g.tile_cols;
@@ -314,61 +306,64 @@ __device__ __forceinline__ const group& locate(const launch_table& table, int64_
     return g;
 }
 
-template <typename T, int TILE, bool VECTOR>
+/* What a kernel is compiled for: majors of A and B, and whether both are copied by 16 bytes (else they are
+ * stored k-major whatever their strides). */
+enum { A_MN_MAJOR = 1, B_MN_MAJOR = 2, ELEMENTS = 4, LAYOUTS = 5 };
+
+template <typename T, int TILE, int LAYOUT>
 __device__ __forceinline__ void main_loop(float (&acc)[shape<TILE>::FRAGS_M][4][4], const group& g,
                                           const position& at, uint32_t base, bool active) {
     using S = shape<TILE>;
+    constexpr bool A_MN = LAYOUT & A_MN_MAJOR, B_MN = LAYOUT & B_MN_MAJOR, VECTOR = LAYOUT != ELEMENTS;
     const int warp = threadIdx.x >> 5;
-    loader load_a = make_loader<TILE>(g.a, at.batch, at.row0, g.m, g.k);
-    loader load_b = make_loader<TILE>(g.b, at.batch, at.col0, g.n, g.k);
-    const reader read_a = make_reader<TILE>(g.a.mn_major, (warp & 1) * S::WARP_M, true);
-    const reader read_b = make_reader<TILE>(g.b.mn_major, (warp >> 1) * S::WARP_N, false);
+    loader<TILE, A_MN> load_a(g.a, at.batch, at.row0, g.m, g.k);
+    loader<TILE, B_MN> load_b(g.b, at.batch, at.col0, g.n, g.k);
+    const reader<TILE, A_MN> read_a((warp & 1) * S::WARP_M, true);
+    const reader<TILE, B_MN> read_b((warp >> 1) * S::WARP_N, false);
     const int steps = (int)(((int64_t)g.k + BLOCK_K - 1) / BLOCK_K);
-#pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
         if (s < steps) {
-            load_stage<TILE, VECTOR>(load_a, base + s * S::STAGE_BYTES);
-            load_stage<TILE, VECTOR>(load_b, base + s * S::STAGE_BYTES + S::OPERAND_BYTES);
+            load_a.template load<VECTOR>(base + s * S::STAGE_BYTES);
+            load_b.template load<VECTOR>(base + s * S::STAGE_BYTES + S::OPERAND_BYTES);
         }
-        ptx::cp_async_commit();
+        ptx80_cp_async_commit();
     }
-    int stage = 0, next = STAGES - 1;
+    uint32_t stage = 0, next = (STAGES - 1) * S::STAGE_BYTES;
     for (int step = 0; step < steps; ++step) {
-        ptx::cp_async_wait<STAGES - 2>();
+        ptx80_cp_async_wait<STAGES - 2>();
         __syncthreads(); /* the stage is there for all, and nobody reads the one to be filled any more */
         if (step + STAGES - 1 < steps) {
-            load_stage<TILE, VECTOR>(load_a, base + next * S::STAGE_BYTES);
-            load_stage<TILE, VECTOR>(load_b, base + next * S::STAGE_BYTES + S::OPERAND_BYTES);
+            load_a.template load<VECTOR>(base + next);
+            load_b.template load<VECTOR>(base + next + S::OPERAND_BYTES);
         }
-        ptx::cp_async_commit();
+        ptx80_cp_async_commit();
         if (active) {
-            const uint32_t a_stage = base + stage * S::STAGE_BYTES, b_stage = a_stage + S::OPERAND_BYTES;
 #pragma unroll
             for (int k = 0; k < BLOCK_K / 16; ++k) {
                 uint32_t a[S::FRAGS_M][4], b[2][4];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) ptx::ldmatrix_x4(b[i], read_b.at(b_stage, i, k), read_b.transpose);
+                for (int i = 0; i < 2; ++i)
+                    read_b.read(b[i], base + stage + S::OPERAND_BYTES, i, k);
 #pragma unroll
-                for (int i = 0; i < S::FRAGS_M; ++i) {
-                    ptx::ldmatrix_x4(a[i], read_a.at(a_stage, i, k), read_a.transpose);
-                }
+                for (int i = 0; i < S::FRAGS_M; ++i)
+                    read_a.read(a[i], base + stage, i, k);
 #pragma unroll
                 for (int i = 0; i < S::FRAGS_M; ++i) {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        ptx::mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
+                        ptx80_mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
                     }
                 }
             }
         }
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        next = next + 1 == STAGES ? 0 : next + 1;
+        stage = stage + S::STAGE_BYTES == STAGES * S::STAGE_BYTES ? 0 : stage + S::STAGE_BYTES;
+        next = next + S::STAGE_BYTES == STAGES * S::STAGE_BYTES ? 0 : next + S::STAGE_BYTES;
     }
-    ptx::cp_async_wait<0>();
+    ptx80_cp_async_wait<0>();
 }
 
-template <typename T, int TILE, bool VECTOR>
-__global__ void __launch_bounds__(shape<TILE>::THREADS, TILE == 128 ? 2 : 4)
+template <typename T, int TILE, int LAYOUT>
+__global__ void __launch_bounds__(shape<TILE>::THREADS, LAYOUT == ELEMENTS ? 1 : 256 / TILE)
     gemm_generic_kernel(const __grid_constant__ launch_table table) {
     using S = shape<TILE>;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -380,7 +375,7 @@ __global__ void __launch_bounds__(shape<TILE>::THREADS, TILE == 128 ? 2 : 4)
         /* Of a diagonal tile nobody needs what lies wholly above the diagonal. */
         const bool active = !table.symmetric || at.row0 + warp_row + S::WARP_M > at.col0 + warp_col;
         float acc[S::FRAGS_M][4][4] = {};
-        main_loop<T, TILE, VECTOR>(acc, g, at, ptx::shared_address(shared), active);
+        main_loop<T, TILE, LAYOUT>(acc, g, at, ptx80_shared(shared), active);
         __syncthreads(); /* the epilogue overwrites the stages */
         float* tile = (float*)shared;
 #pragma unroll
@@ -400,4 +395,178 @@ __global__ void __launch_bounds__(shape<TILE>::THREADS, TILE == 128 ? 2 : 4)
         }
         __syncthreads(); /* before the next tile fills the stages */
     }
+}
+
+/* ---- host side ---------------------------------------------------------------------------------- */
+bool aligned(const dion3_tensor& t, int64_t batch) {
+    return (uintptr_t)t.data % 16 == 0 && (batch == 1 || t.batch_stride % 8 == 0);
+}
+
+/* The operand with mn as its first index. Prefers the major whose rows can be copied by 16 bytes. */
+source make_source(const dion3_tensor& t, int64_t batch, int64_t mn, int64_t k, int64_t mn_stride,
+                   int64_t k_stride) {
+    source s = {t.data, t.batch_stride, mn_stride, k_stride, 0, 0};
+    const bool k_unit = k == 1 || k_stride == 1, mn_unit = mn == 1 || mn_stride == 1;
+    if (k_unit && (mn == 1 || mn_stride % 8 == 0) && aligned(t, batch)) {
+        s.vector = 1;
+    } else if (mn_unit && (k == 1 || k_stride % 8 == 0) && aligned(t, batch)) {
+        s.vector = s.mn_major = 1;
+    }
+    return s;
+}
+
+addend make_addend(const dion3_tensor& t, int64_t batch, int64_t m) {
+    const bool vector = t.col_stride == 1 && (m == 1 || t.row_stride % 8 == 0) && aligned(t, batch);
+    return {t.data, t.batch_stride, t.row_stride, t.col_stride, vector, 0};
+}
+
+void swap_strides(dion3_tensor& t) {
+    const int64_t row_stride = t.row_stride;
+    t.row_stride = t.col_stride;
+    t.col_stride = row_stride;
+}
+
+/* Brings D to unit column stride where its row stride is 1: by symmetry, or as D^T = B^T A^T. */
+d3_group oriented(const d3_group& in, int symmetric) {
+    d3_group out = in;
+    dion3_gemm& g = out.g;
+    if (symmetric) {
+        for (dion3_tensor* t : {&g.d, &g.c, &out.e}) {
+            if (t->col_stride != 1 && t->row_stride == 1)
+                swap_strides(*t);
+        }
+        /* B (n, k) as (k, n), like the general product's. */
+        swap_strides(g.b);
+    } else if (g.d.col_stride != 1 && g.d.row_stride == 1) {
+        g.a = in.g.b;
+        g.b = in.g.a;
+        g.m = in.g.n;
+        g.n = in.g.m;
+        for (dion3_tensor* t : {&g.d, &g.a, &g.b, &g.c, &out.e})
+            swap_strides(*t);
+    }
+    return out;
+}
+
+group make_group(const d3_group& in, int symmetric, int tile) {
+    const d3_group o = oriented(in, symmetric);
+    const dion3_gemm& g = o.g;
+    group out = {};
+    out.a = make_source(g.a, g.batch, g.m, g.k, g.a.row_stride, g.a.col_stride);
+    out.b = make_source(g.b, g.batch, g.n, g.k, g.b.col_stride, g.b.row_stride);
+    out.c = make_addend(g.c, g.batch, g.m);
+    out.e = make_addend(o.e, g.batch, g.m);
+    out.d = make_addend(g.d, g.batch, g.m);
+    out.m = (int32_t)g.m;
+    out.n = (int32_t)g.n;
+    out.k = (int32_t)g.k;
+    out.tile_rows = (int32_t)((g.m + tile - 1) / tile);
+    out.tile_cols = (int32_t)((g.n + tile - 1) / tile);
+    out.d_is_half = g.d.dtype == DION3_F16;
+    out.alpha = g.alpha;
+    out.beta = g.beta;
+    out.gamma = o.gamma;
+    out.delta = o.delta;
+    out.alpha_device = g.alpha_device;
+    out.beta_device = g.beta_device;
+    return out;
+}
+
+template <typename T, int TILE, int LAYOUT>
+dion3_status launch(const launch_table& table, dion3_stream stream) {
+    using S = shape<TILE>;
+    const auto kernel = gemm_generic_kernel<T, TILE, LAYOUT>;
+    D3_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED_BYTES));
+    const int64_t blocks = table.tiles < INT_MAX ? table.tiles : INT_MAX;
+    kernel<<<(unsigned)blocks, S::THREADS, S::SHARED_BYTES, stream>>>(table);
+    D3_LAUNCHED();
+    return DION3_OK;
+}
+
+/* The kernels that serve a group. They give the same bits; this is about speed only. */
+struct variant {
+    int32_t dtype, tile, layout;
+    bool operator==(const variant& o) const {
+        return dtype == o.dtype && tile == o.tile && layout == o.layout;
+    }
+};
+
+template <typename T, int TILE>
+dion3_status launch_layout(int layout, const launch_table& table, dion3_stream stream) {
+    switch (layout) {
+    case 0:
+        return launch<T, TILE, 0>(table, stream);
+    case A_MN_MAJOR:
+        return launch<T, TILE, A_MN_MAJOR>(table, stream);
+    case B_MN_MAJOR:
+        return launch<T, TILE, B_MN_MAJOR>(table, stream);
+    case A_MN_MAJOR | B_MN_MAJOR:
+        return launch<T, TILE, (A_MN_MAJOR | B_MN_MAJOR)>(table, stream);
+    default:
+        return launch<T, TILE, ELEMENTS>(table, stream);
+    }
+}
+
+dion3_status launch_variant(const variant& v, const launch_table& table, dion3_stream stream) {
+    if (v.dtype == DION3_F16) {
+        return v.tile == 128 ? launch_layout<__half, 128>(v.layout, table, stream)
+                             : launch_layout<__half, 64>(v.layout, table, stream);
+    }
+    return v.tile == 128 ? launch_layout<__nv_bfloat16, 128>(v.layout, table, stream)
+                         : launch_layout<__nv_bfloat16, 64>(v.layout, table, stream);
+}
+
+variant choose(const d3_group& in, int symmetric) {
+    const int32_t tile = in.g.m <= 64 || in.g.n <= 64 ? 64 : 128;
+    const group g = make_group(in, symmetric, tile);
+    const bool vector = g.a.vector && g.b.vector;
+    return {in.g.a.dtype, tile,
+            !vector ? ELEMENTS : (g.a.mn_major ? A_MN_MAJOR : 0) | (g.b.mn_major ? B_MN_MAJOR : 0)};
+}
+
+bool is_empty(const d3_group& group) { return group.g.batch == 0 || group.g.m == 0 || group.g.n == 0; }
+
+dion3_status check_group(const d3_group& group, int64_t index) {
+    const dion3_gemm& g = group.g;
+    D3_REQUIRE(g.m <= INT_MAX && g.n <= INT_MAX && g.k <= INT_MAX,
+               "gemm: group %lld: m=%lld, n=%lld and k=%lld must be below 2^31", (long long)index,
+               (long long)g.m, (long long)g.n, (long long)g.k);
+    return DION3_OK;
+}
+
+/* Launches the groups of one variant. */
+dion3_status run_variant(const d3_group* groups, int64_t count, int symmetric, const variant& v,
+                         dion3_stream stream) {
+    launch_table table = {};
+    table.symmetric = symmetric;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!is_empty(groups[i]) && choose(groups[i], symmetric) == v) {
+            group& g = table.groups[table.count++] = make_group(groups[i], symmetric, v.tile);
+            g.first_tile = table.tiles;
+            table.tiles += groups[i].g.batch *
+                           (symmetric ? d3_tri_count(g.tile_rows) : (int64_t)g.tile_rows * g.tile_cols);
+        }
+        if (table.count == MAX_GROUPS || (i + 1 == count && table.count > 0)) {
+            D3_TRY(launch_variant(v, table, stream));
+            table.count = 0;
+            table.tiles = 0;
+        }
+    }
+    return DION3_OK;
+}
+
+} // namespace
+
+extern "C" dion3_status d3_gemm_generic(const d3_group* groups, int64_t count, int symmetric,
+                                        dion3_stream stream) {
+    for (int64_t i = 0; i < count; ++i)
+        D3_TRY(check_group(groups[i], i));
+    for (const int32_t dtype : {DION3_F16, DION3_BF16}) {
+        for (const int32_t tile : {128, 64}) {
+            for (int32_t layout = 0; layout < LAYOUTS; ++layout) {
+                D3_TRY(run_variant(groups, count, symmetric, {dtype, tile, layout}, stream));
+            }
+        }
+    }
+    return DION3_OK;
 }
