@@ -62,25 +62,25 @@ __device__ __forceinline__ float load_one(const void* data, int64_t index, int d
 
 /* Elements of the unit from the limit-th on are zeros. */
 __device__ __forceinline__ void load_unit(float (&v)[UNIT], const side& s, int64_t index, int limit) {
-    if (s.vector && limit == UNIT) {
-        if (s.dtype == DION3_F32) {
-            const float4* p = (const float4*)((const float*)s.data + index);
-            *(float4*)v = p[0];
-            *(float4*)(v + 4) = p[1];
-            return;
-        }
-        uint16_t bits[UNIT];
-        *(uint4*)bits = *(const uint4*)((const uint16_t*)s.data + index);
+    if (s.vector && limit == UNIT && s.dtype == DION3_F32) {
+        const float4* p = (const float4*)((const float*)s.data + index);
+        const float4 low = p[0], high = p[1];
+        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+        v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+    } else if (s.vector && limit == UNIT) {
+        const uint4 raw = *(const uint4*)((const uint16_t*)s.data + index);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
         for (int j = 0; j < UNIT; ++j) {
-            v[j] = s.dtype == DION3_F16 ? __half2float(__ushort_as_half(bits[j]))
-                                        : __uint_as_float((uint32_t)bits[j] << 16);
+            const uint32_t bits = words[j / 2] >> (j % 2 * 16) & 0xffffu;
+            v[j] = s.dtype == DION3_F16 ? __half2float(__ushort_as_half((unsigned short)bits))
+                                        : __uint_as_float(bits << 16);
         }
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-        v[j] = j < limit ? load_one(s.data, index + j * s.inner_stride, s.dtype) : 0.0f;
+        for (int j = 0; j < UNIT; ++j) {
+            v[j] = j < limit ? load_one(s.data, index + j * s.inner_stride, s.dtype) : 0.0f;
+        }
     }
 }
 
@@ -90,29 +90,26 @@ __device__ __forceinline__ uint16_t round_bits(float x, int dtype) {
 }
 
 __device__ __forceinline__ void store_unit(const float (&v)[UNIT], const side& s, int64_t index, int limit) {
-    if (s.vector && limit == UNIT) {
-        if (s.dtype == DION3_F32) {
-            float4* p = (float4*)((float*)s.data + index);
-            p[0] = *(const float4*)v;
-            p[1] = *(const float4*)(v + 4);
-            return;
+    if (s.vector && limit == UNIT && s.dtype == DION3_F32) {
+        float4* p = (float4*)((float*)s.data + index);
+        p[0] = make_float4(v[0], v[1], v[2], v[3]);
+        p[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else if (s.vector && limit == UNIT) {
+        uint32_t words[UNIT / 2];
+#pragma unroll
+        for (int j = 0; j < UNIT / 2; ++j) {
+            words[j] = round_bits(v[2 * j], s.dtype) | ((uint32_t)round_bits(v[2 * j + 1], s.dtype) << 16);
         }
-        uint16_t bits[UNIT];
+        *(uint4*)((uint16_t*)s.data + index) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
 #pragma unroll
-        for (int j = 0; j < UNIT; ++j)
-            bits[j] = round_bits(v[j], s.dtype);
-        *(uint4*)((uint16_t*)s.data + index) = *(const uint4*)bits;
-        return;
-    }
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-        if (j >= limit)
-            break;
-        const int64_t at = index + j * s.inner_stride;
-        if (s.dtype == DION3_F32) {
-            ((float*)s.data)[at] = v[j];
-        } else {
-            ((uint16_t*)s.data)[at] = round_bits(v[j], s.dtype);
+        for (int j = 0; j < UNIT; ++j) {
+            const int64_t at = index + j * s.inner_stride;
+            if (j < limit && s.dtype == DION3_F32) {
+                ((float*)s.data)[at] = v[j];
+            } else if (j < limit) {
+                ((uint16_t*)s.data)[at] = round_bits(v[j], s.dtype);
+            }
         }
     }
 }
@@ -121,15 +118,12 @@ __device__ __forceinline__ void store_unit(const float (&v)[UNIT], const side& s
 /* The sum over the block, in every thread; the order is fixed. */
 __device__ __forceinline__ double block_sum(double x) {
     __shared__ double warps[THREADS / 32];
-    for (int step = 16; step > 0; step >>= 1)
-        x += __shfl_xor_sync(0xffffffffu, x, step);
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     __syncthreads(); /* the sums of the call before have been read */
-    if (threadIdx.x % 32 == 0)
-        warps[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
     __syncthreads();
     double sum = 0.0;
-    for (int i = 0; i < THREADS / 32; ++i)
-        sum += warps[i];
+    for (int i = 0; i < THREADS / 32; ++i) sum += warps[i];
     return sum;
 }
 
@@ -139,8 +133,7 @@ struct block_range {
 
 __device__ __forceinline__ const item& locate(const table& t, int64_t block, block_range& range) {
     int which = 0;
-    while (which + 1 < t.count && block >= t.items[which + 1].first_block)
-        ++which;
+    while (which + 1 < t.count && block >= t.items[which + 1].first_block) ++which;
     const item& it = t.items[which];
     const int64_t local = block - it.first_block;
     range.batch = local / it.chunks;
@@ -167,21 +160,18 @@ __global__ void __launch_bounds__(THREADS) norms_kernel(const __grid_constant__ 
                 const int limit = (int)min((int64_t)UNIT, it.inner - u * UNIT);
                 load_unit(v, it.src, row + u * UNIT * it.src.inner_stride, limit);
 #pragma unroll
-                for (int j = 0; j < UNIT; ++j)
-                    sum = fma((double)v[j], (double)v[j], sum);
+                for (int j = 0; j < UNIT; ++j) sum = fma((double)v[j], (double)v[j], sum);
             }
         }
         sum = block_sum(sum);
-        if (threadIdx.x == 0)
-            it.partial[range.batch * it.chunks + range.chunk] = sum;
+        if (threadIdx.x == 0) it.partial[range.batch * it.chunks + range.chunk] = sum;
     }
 }
 
 /* The factor of one matrix. A NaN norm gives NaN: a bad gradient stays visible. */
 __device__ __forceinline__ double matrix_scale(const item& it, int64_t batch) {
     double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < it.chunks; i += THREADS)
-        sum += it.partial[batch * it.chunks + i];
+    for (int64_t i = threadIdx.x; i < it.chunks; i += THREADS) sum += it.partial[batch * it.chunks + i];
     const double norm = sqrt(block_sum(sum));
     const double divisor = norm < it.eps ? it.eps : norm;
     return divisor == 0.0 ? 0.0 : 1.0 / divisor;
@@ -204,8 +194,7 @@ __global__ void __launch_bounds__(THREADS) copies_kernel(const __grid_constant__
                 const int limit = (int)min((int64_t)UNIT, it.inner - u * UNIT);
                 load_unit(v, it.src, from + u * UNIT * it.src.inner_stride, limit);
 #pragma unroll
-                for (int j = 0; j < UNIT; ++j)
-                    v[j] = wide ? (float)((double)v[j] * exact) : v[j] * scale;
+                for (int j = 0; j < UNIT; ++j) v[j] = wide ? (float)((double)v[j] * exact) : v[j] * scale;
                 store_unit(v, it.dst, to + u * UNIT * it.dst.inner_stride, limit);
             }
         }
@@ -239,17 +228,14 @@ item make_item(const d3_copy& c) {
     it.partial = c.partial;
     it.eps = c.eps;
     it.chunk_units = it.units <= CHUNK_UNITS ? it.units : CHUNK_UNITS;
-    if (it.chunk_units * MAX_CHUNKS < it.units)
-        it.chunk_units = ceil_div(it.units, MAX_CHUNKS);
+    if (it.chunk_units * MAX_CHUNKS < it.units) it.chunk_units = ceil_div(it.units, MAX_CHUNKS);
     it.chunk_columns = ceil_div(it.units, it.chunk_units);
     it.chunk_outer = it.units < CHUNK_UNITS ? CHUNK_UNITS / it.units : 1;
     const int64_t most = MAX_CHUNKS / it.chunk_columns;
-    if (it.chunk_outer * most < it.outer)
-        it.chunk_outer = ceil_div(it.outer, most);
+    if (it.chunk_outer * most < it.outer) it.chunk_outer = ceil_div(it.outer, most);
     it.chunks = it.chunk_columns * ceil_div(it.outer, it.chunk_outer);
     it.lanes = 1;
-    while (it.lanes < THREADS && it.lanes < it.chunk_units)
-        it.lanes *= 2;
+    while (it.lanes < THREADS && it.lanes < it.chunk_units) it.lanes *= 2;
     return it;
 }
 

@@ -22,7 +22,8 @@ PTX80_FN void ptx80_cp_async16(uint32_t target, const void* source, int bytes) {
 
 PTX80_FN void ptx80_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-template <int PENDING> PTX80_FN void ptx80_cp_async_wait() {
+template <int PENDING>
+PTX80_FN void ptx80_cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
