@@ -204,13 +204,9 @@ static bool same_matrices(const dion3_tensor* a, const dion3_tensor* b) {
            a->col_stride == b->col_stride;
 }
 
-/* Matrices that are finished before others begin. All of them while the operands fit into the L2 cache: the
- * short diagonal tiles then end the launch. Else one: a diagonal tile finds its operands in the cache only
- * while its neighbours run. */
-static uint32_t choose_chunk(const dion3_gemm* g) {
-    const int64_t l2_elements = 12 * 1024 * 1024;
-    return g->batch * g->m <= l2_elements / (g->k > 0 ? g->k : 1) ? (uint32_t)g->batch : 1;
-}
+/* The short diagonal tiles end the launch best, while all operands fit into the L2 cache. Where they do not, a
+ * diagonal tile finds its operands there only while its neighbours run. */
+static bool fits_l2(const dion3_gemm* g) { return g->batch * g->m <= 20 * 1024 * 1024 / (g->k > 0 ? g->k : 1); }
 
 template <class Config>
 static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3_group* group) {
@@ -260,19 +256,11 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
     out->order.cols = (uint32_t)div_up(g->n, Config::BLOCK_N);
     out->order.per_matrix = (uint32_t)(Config::SYMMETRIC ? d3_tri_count(out->order.rows)
                                                          : (int64_t)out->order.rows * out->order.cols);
-    out->order.chunk = choose_chunk(g);
+    out->order.diagonal_last = fits_l2(g);
     return DION3_OK;
 }
 
 static uint64_t count_tiles(const sm90_group* group) { return (uint64_t)group->order.batch * group->order.per_matrix; }
-
-/* In the symmetric product a worker advances by about 0.38 of a matrix from wave to wave: the golden section
- * spreads the diagonal tiles evenly over the workers. */
-static uint32_t choose_rotation(const d3_order* order, uint32_t workers) {
-    const uint32_t advance = (uint32_t)((uint64_t)order->per_matrix * 382 / 1000), per_matrix = order->per_matrix;
-    if (order->chunk == order->batch) return 0;
-    return (advance + per_matrix - workers % per_matrix) % per_matrix % workers;
-}
 
 /* Raises the kernel's shared memory limit, once per device. */
 template <class Config, int CAPACITY>
@@ -320,7 +308,6 @@ static dion3_status launch(encode_tiled_fn encode, const sm90_device* device, co
     int workers = device->multiprocessors / Config::CLUSTER;
     if ((uint64_t)workers > tiles) workers = (int)tiles;
     params.tiles = (uint32_t)tiles;
-    params.rotation = Config::SYMMETRIC ? choose_rotation(&params.group[0].order, workers) : 0;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -53,7 +53,7 @@ struct sm90_group {
 template <int CAPACITY>
 struct sm90_params {
     sm90_group group[CAPACITY];
-    uint32_t tiles, rotation;
+    uint32_t tiles;
 };
 
 /* A variant of the kernel. A_MN, B_MN: the operand is MN-major in memory. STAGING: blocks of 64 x 64 elements
@@ -120,36 +120,67 @@ PTX_FN void ring_release(const sm90_ring& ring, int slot, int thread) {
     }
 }
 
+/* A worker is a cluster of thread blocks (of one or two). */
+struct sm90_crew {
+    uint32_t worker, workers; /* this one, and how many there are */
+    uint32_t rank;            /* of this thread block in its cluster */
+};
+
 /* A tile in elements: its corner and its matrix. */
 struct sm90_tile {
     int row, col, batch;
     bool diagonal;
 };
 
-template <class Config>
-PTX_FN sm90_tile locate(const sm90_group& group, uint32_t index, uint32_t rank) {
-    const d3_place place = Config::SYMMETRIC ? d3_order_symmetric(&group.order, index)
-                                             : d3_order_general(&group.order, index);
-    sm90_tile tile;
-    tile.row = (int)((place.row * Config::CLUSTER + rank) * D3_BLOCK_M);
-    tile.col = (int)(place.col * Config::BLOCK_N);
-    tile.batch = (int)place.batch;
-    tile.diagonal = Config::SYMMETRIC && place.row == place.col;
-    return tile;
-}
-
-/* The group that holds tile `index`; tiles are asked for in ascending order. */
+/* The group that holds tile `index` of the launch; asked for in ascending order. */
 template <int CAPACITY>
 PTX_FN int find_group(const sm90_params<CAPACITY>& params, int group, uint32_t index) {
-    if constexpr (CAPACITY > 1) {
-        while (index >= params.group[group].tile_end) group += 1;
-    }
+    while (index >= params.group[group].tile_end) group += 1;
     return group;
 }
 
-template <int CAPACITY>
-PTX_FN uint32_t group_begin(const sm90_params<CAPACITY>& params, int group) {
-    return CAPACITY > 1 && group > 0 ? params.group[group - 1].tile_end : 0;
+/* The group of this worker's tile in a wave, which must exist. The symmetric product shuffles the tiles of a wave
+ * that lies in one group; where groups meet, worker i takes tile i. */
+template <class Config, int CAPACITY>
+PTX_FN int wave_group(const sm90_params<CAPACITY>& params, int group, uint32_t wave, const sm90_crew& crew) {
+    const uint32_t first = wave * crew.workers;
+    group = find_group(params, group, first);
+    const uint32_t end = params.group[group].tile_end;
+    if (end == params.tiles || (Config::SYMMETRIC && first + crew.workers <= end)) return group;
+    return find_group(params, group, first + crew.worker);
+}
+
+/* This worker's tile in a wave, and its group; false when there are no more. */
+template <class Config, int CAPACITY>
+PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, const sm90_crew& crew, int& group,
+                      sm90_tile& tile) {
+    const uint32_t first = wave * crew.workers;
+    d3_place place;
+    if (first >= params.tiles) return false;
+    group = find_group(params, group, first);
+    uint32_t end = params.group[group].tile_end;
+    if (Config::SYMMETRIC && (end == params.tiles || first + crew.workers <= end)) {
+        const uint32_t begin = group > 0 ? params.group[group - 1].tile_end : 0;
+        const uint32_t count = end - first < crew.workers ? end - first : crew.workers;
+        if (!d3_order_symmetric(&params.group[group].order, first - begin, count, crew.worker, crew.workers, &place)) {
+            return false;
+        }
+    } else {
+        const uint32_t index = first + crew.worker;
+        if (index >= params.tiles) return false;
+        group = find_group(params, group, index);
+        const uint32_t begin = group > 0 ? params.group[group - 1].tile_end : 0;
+        if constexpr (Config::SYMMETRIC) {
+            d3_order_symmetric(&params.group[group].order, index - begin, 1, 0, 1, &place);
+        } else {
+            place = d3_order_general(&params.group[group].order, index - begin);
+        }
+    }
+    tile.row = (int)((place.row * Config::CLUSTER + crew.rank) * D3_BLOCK_M);
+    tile.col = (int)(place.col * Config::BLOCK_N);
+    tile.batch = (int)place.batch;
+    tile.diagonal = Config::SYMMETRIC && place.row == place.col;
+    return true;
 }
 
 /* ---- producer --------------------------------------------------------------------------------- */
@@ -214,18 +245,14 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_group& group, const 
 }
 
 template <class Config, int CAPACITY>
-PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_ring ring, uint32_t worker, uint32_t workers,
-                    uint32_t rank) {
+PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_ring ring, const sm90_crew& crew) {
+    sm90_tile tile;
     int g = 0;
     ring.parity = 1; /* the stages start empty */
-    for (uint32_t wave = 0;; wave++) {
-        const uint32_t index = d3_order_wave(wave, worker, workers, params.rotation);
-        if (index >= params.tiles) break;
-        g = find_group(params, g, index);
+    for (uint32_t wave = 0; find_tile<Config>(params, wave, crew, g, tile); wave++) {
         const sm90_group& group = params.group[g];
-        const sm90_tile tile = locate<Config>(group, index - group_begin(params, g), rank);
         const int k_end = group.k_first + group.k_steps * D3_BLOCK_K;
-        for (int k = group.k_first; k < k_end; k += D3_BLOCK_K) load_step<Config>(group, tile, ring, k, rank);
+        for (int k = group.k_first; k < k_end; k += D3_BLOCK_K) load_step<Config>(group, tile, ring, k, crew.rank);
         if constexpr (Config::OPERANDS) {
             if (group.operands > 0) load_operand<Config>(&group.c, group, tile, ring);
             if (group.operands > 1) load_operand<Config>(&group.e, group, tile, ring);
@@ -463,22 +490,21 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
 
 /* Consumer 0 takes the even, consumer 1 the odd ones of its thread block's tiles. */
 template <class Config, int CAPACITY>
-PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_ring ring, int consumer, uint32_t staging, uint32_t turns,
-                    uint32_t worker, uint32_t workers, uint32_t rank) {
+PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_ring ring, const sm90_crew& crew, int consumer,
+                    uint32_t staging, uint32_t turns) {
     const int thread = threadIdx.x & 127, barrier = 1 + consumer;
     const uint32_t own_turn = turns + 8 * consumer, other_turn = turns + 8 * (1 - consumer);
     uint32_t turn_parity = consumer == 0; /* the first turn is consumer 0's */
+    sm90_tile tile;
     int g = 0;
     for (uint32_t wave = consumer;; wave += 2) {
-        const uint32_t index = d3_order_wave(wave, worker, workers, params.rotation);
-        if (index >= params.tiles) break;
-        if (wave > 0) { /* the ring has meanwhile carried the other warpgroup's tile */
-            g = find_group(params, g, d3_order_wave(wave - 1, worker, workers, params.rotation));
-            ring_skip<Config>(ring, params.group[g].k_steps + 2 * params.group[g].operands);
+        const int before = g;
+        if (!find_tile<Config>(params, wave, crew, g, tile)) break;
+        if (wave > 0) { /* the ring has meanwhile carried the other consumer's tile */
+            const sm90_group& other = params.group[wave_group<Config>(params, before, wave - 1, crew)];
+            ring_skip<Config>(ring, other.k_steps + 2 * other.operands);
         }
-        g = find_group(params, g, index);
         const sm90_group& group = params.group[g];
-        const sm90_tile tile = locate<Config>(group, index - group_begin(params, g), rank);
         ptx_mbarrier_wait(own_turn, turn_parity);
         turn_parity ^= 1;
         if constexpr (Config::SYMMETRIC) {
@@ -498,8 +524,8 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
     extern __shared__ __align__(1024) uint8_t memory[];
     sm90_shared<Config>& shared = *(sm90_shared<Config>*)memory;
     const uint32_t full = ptx_shared(shared.full), empty = ptx_shared(shared.empty), turns = ptx_shared(shared.turn);
-    const uint32_t rank = Config::CLUSTER > 1 ? ptx_cluster_rank() : 0;
-    const uint32_t worker = blockIdx.x / Config::CLUSTER, workers = gridDim.x / Config::CLUSTER;
+    const sm90_crew crew = {blockIdx.x / Config::CLUSTER, gridDim.x / Config::CLUSTER,
+                            Config::CLUSTER > 1 ? ptx_cluster_rank() : 0};
     const int warpgroup = threadIdx.x >> 7;
     if (threadIdx.x == 0) {
         ptx_prefetch_tensormap(&params.group[0].a);
@@ -521,13 +547,13 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
     if (warpgroup == 0) {
         ptx_setmaxnreg_dec<D3_PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) {
-            produce<Config>(params, ring, worker, workers, rank);
+            produce<Config>(params, ring, crew);
             ptx_griddepcontrol_launch_dependents();
         }
     } else {
         ptx_setmaxnreg_inc<D3_CONSUMER_REGISTERS>();
         const int consumer = warpgroup - 1;
-        consume<Config>(params, ring, consumer, ptx_shared(shared.staging[consumer]), turns, worker, workers, rank);
+        consume<Config>(params, ring, crew, consumer, ptx_shared(shared.staging[consumer]), turns);
     }
     /* Nobody leaves while the other thread block may still multicast to it or arrive on its barriers. */
     if constexpr (Config::CLUSTER > 1) ptx_cluster_sync_unaligned();
