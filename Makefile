@@ -1,0 +1,3 @@
+PY ?= python3
+
+include csrc/build.mk

@@ -1,0 +1,55 @@
+"""The native part: loading it, and saying what it is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_REMEDY = "install a C compiler and run `pip install --no-build-isolation .` again"
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """dion3._C, or why it is not there."""
+    if importlib.util.find_spec("dion3._C") is None:
+        return None, "it was not built (DION3_BUILD=none, or no compiler when dion3 was installed)"
+    try:
+        return importlib.import_module("dion3._C"), None
+    except (ImportError, OSError) as error:
+        return None, f"it did not load: {error}"
+
+
+native, reason = _load()
+"""The extension module dion3._C (None where it is missing), and why it is missing (None where it is not)."""
+
+if native is None:
+    warnings.warn(
+        f"dion3 runs without its native part: {reason}. Every operation then runs as slow plain "
+        f"PyTorch; to change that, {_REMEDY}.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def build_info() -> dict[str, Any]:
+    """Facts of this installation.
+
+    Returns:
+        A dict with keys ``native`` (bool: the C part is loaded), ``cuda`` (bool: it has CUDA kernels),
+        ``reason`` (str or None: why it is missing), ``compiler`` and ``torch_built`` (str or None: what built
+        it), ``torch`` (str: the torch that runs), ``torch_cuda`` (str or None: the CUDA that torch was
+        built for).
+    """
+    return {
+        "native": native is not None,
+        "cuda": bool(getattr(native, "cuda", False)),
+        "reason": reason,
+        "compiler": getattr(native, "compiler", None),
+        "torch_built": getattr(native, "torch_version", None),
+        "torch": str(torch.__version__),
+        "torch_cuda": torch.version.cuda,
+    }
