@@ -33,7 +33,7 @@ def make_library(kind: str) -> None:
     """Run make for the C library; jobs by MAX_JOBS, else one per processor and 3 GB of memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
     jobs = os.environ.get("MAX_JOBS") or max(1, min(os.cpu_count() or 1, memory // 3_000_000_000))
-    command = ["make", "-s", f"-j{jobs}", "lib", f"DION3_BUILD={kind}"]
+    command = ["make", "-s", "-f", "csrc/build.mk", f"-j{jobs}", "lib", f"DION3_BUILD={kind}"]
     archs = re.findall(r"(\d+)\.(\d+)", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if archs:
         command.append("DION3_CUDA_ARCHS=" + " ".join(sorted({a + b for a, b in archs}, key=int)))

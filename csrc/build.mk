@@ -17,8 +17,7 @@ LIB := $(BUILD_DIR)/libdion3.a
 OPENMP := $(shell echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 C_FLAGS := -std=c11 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC $(OPENMP) \
            -Wall -Wextra -Werror -pedantic
-NVCC_FLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Werror -Werror all-warnings \
-              -Xptxas --warn-on-spills
+NVCC_FLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Werror -Werror all-warnings
 
 C_OBJECTS := $(patsubst csrc/%.c,$(BUILD_DIR)/obj/%.o,$(wildcard csrc/*.c csrc/cpu/*.c))
 CU_SOURCES := $(wildcard csrc/cuda/*.cu)
@@ -71,7 +70,7 @@ $(BUILD_DIR)/obj/%.cu.o: csrc/%.cu $(BUILD_DIR)/cu-flags.txt
 	    || { cat $@.log; rm -f $@; exit 1; }
 	@! grep -E 'C7[56][0-9][0-9]|[^0-9][1-9][0-9]* bytes spill' $@.log || { rm -f $@; exit 1; }
 
-gencode = $(if $(findstring _sm90,$(1)),-gencode arch=compute_90a$(,)code=sm_90a -Xptxas -v,$(generic_gencode))
+gencode = $(if $(findstring _sm90,$(1)),-gencode arch=compute_90a$(,)code=sm_90a -Xptxas -v$(,)--warn-on-spills,$(generic_gencode))
 generic_gencode = $(foreach a,$(DION3_CUDA_ARCHS),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
     -gencode arch=compute_$(lowest_arch)$(,)code=compute_$(lowest_arch)
 lowest_arch = $(firstword $(DION3_CUDA_ARCHS))
@@ -86,11 +85,13 @@ no-nvcc:
 # Plain C tests: each tests/c/test_*.c is a program, linked with the library and without torch. The headers
 # must be C++ too.
 C_TESTS := $(patsubst tests/c/%.c,$(BUILD_DIR)/tests/%,$(wildcard tests/c/test_*.c)) $(BUILD_DIR)/tests/headers
-CUDA_LINK := $(if $(WITH_CUDA),-L$(dir $(NVCC))../lib64 -lcudart_static -lpthread -ldl -lrt -lstdc++)
+# With CUDA objects nvcc links, because it knows where its runtime library is.
+LINK := $(if $(WITH_CUDA),$(NVCC) $(addprefix -Xcompiler ,$(OPENMP)),$(CC) $(OPENMP))
 
 $(BUILD_DIR)/tests/%: tests/c/%.c $(LIB)
 	@mkdir -p $(dir $@)
-	$(CC) $(C_FLAGS) -O1 -Icsrc -MMD -MP $< $(LIB) $(CUDA_LINK) -lm -o $@
+	$(CC) $(C_FLAGS) -O1 -Icsrc -MMD -MP -MT $@ -c $< -o $@.o
+	$(LINK) $@.o $(LIB) -lm -o $@
 
 $(BUILD_DIR)/tests/headers: tests/c/headers.cpp $(wildcard csrc/*.h)
 	@mkdir -p $(dir $@)

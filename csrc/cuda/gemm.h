@@ -32,9 +32,13 @@ typedef struct d3_group {
     dion3_tensor e; /* (batch, m, n) or data NULL */
     float gamma;
     float delta;
+    int32_t d_padded; /* 1: the up to 7 elements after each row of d, as far as the next multiple of 8 from the row's
+                       * begin, exist and may be overwritten (with anything); 0: they are somebody else's */
+    int32_t reserved;
 } d3_group;
 
-/* Runs all groups in one launch (in several only if there are more than a kernel's parameters hold).
+/* Runs all groups in one launch (in several if there are more than a kernel's parameters hold, or if groups with and
+ * without C or E, of both dtypes, or of different layouts are mixed).
  * symmetric: 0, the general product A * B with B (k, n); 1, A * B^T with B (n, k), m = n, the result promised
  * symmetric: the lower triangle is computed and each element off the diagonal stored twice.
  * A group with batch, m or n of 0 does nothing; k = 0 gives the terms after the product. No bit of a

@@ -96,6 +96,19 @@ PTX_FN uint32_t ptx_mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     return done;
 }
 
+/* Without waiting. */
+PTX_FN bool ptx_mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 /* Nothing else in this loop: a clock and a trap as a hang guard made ptxas cap the consumers' registers
  * (600 bytes of spills and serialised wgmma). */
 PTX_FN void ptx_mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -201,12 +214,13 @@ PTX_FN void ptx_wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Descriptor of an operand in shared memory with the 128-byte swizzle. K-major: rows of 64 k, eight of them
- * 1024 bytes apart (leading unused). MN-major: boxes of 64 mn by 64 k, eight k 1024 bytes apart, the next 64
- * mn `leading` bytes on. */
-PTX_FN uint64_t ptx_wgmma_descriptor(uint32_t shared, uint32_t leading) {
-    return (uint64_t)((shared & 0x3FFFFu) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
-           (uint64_t)1 << 62;
+/* Descriptor of an operand in shared memory with the 128-byte swizzle, in two halves: shared memory ends below 2^18, so
+ * an offset can be added to the low half (in units of 16 bytes). K-major: rows of 64 k, eight of them 1024 bytes apart
+ * (leading unused). MN-major: boxes of 64 mn by 64 k, eight k 1024 bytes apart, the next 64 mn `leading` bytes on. */
+PTX_FN uint32_t ptx_wgmma_descriptor_low(uint32_t shared, uint32_t leading) { return shared >> 4 | leading >> 4 << 16; }
+
+PTX_FN uint64_t ptx_wgmma_descriptor(uint32_t low) {
+    return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }
 
 // clang-format off

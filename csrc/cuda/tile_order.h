@@ -17,7 +17,6 @@
 typedef struct d3_order {
     uint32_t batch, rows, cols; /* of tiles; the symmetric product has cols = rows */
     uint32_t per_matrix;        /* tiles of one matrix */
-    uint32_t diagonal_last;     /* symmetric: the diagonal tiles after all others, not matrix by matrix */
 } d3_order;
 
 typedef struct d3_place {
@@ -62,10 +61,9 @@ D3_HD d3_place d3_order_below(const d3_order* order, uint32_t index) {
     return place;
 }
 
-/* How many of the first `count` tiles of a symmetric group lie on the diagonal. */
+/* How many of the first `count` tiles of a symmetric group lie on the diagonal: a matrix ends with them. */
 D3_HD uint32_t d3_order_diagonals(const d3_order* order, uint32_t count) {
-    uint32_t matrices = order->diagonal_last ? 0 : count / order->per_matrix;
-    uint32_t below = (order->per_matrix - order->rows) * (order->diagonal_last ? order->batch : 1);
+    uint32_t matrices = count / order->per_matrix, below = order->per_matrix - order->rows;
     count -= matrices * order->per_matrix;
     return matrices * order->rows + (count > below ? count - below : 0);
 }
