@@ -2,12 +2,14 @@
  * newton_schulz.c - runs Newton-Schulz programs over lists of stacks: out = poly(x / max(|x|_F, eps)).
  *
  * Each stack (batch, rows, cols) has its list of products (newton_schulz_list.c); stage s of all lists is
- * one launch for the symmetric and one for the general products. Before the first stage one launch sums
- * squares and one scales and casts into the buffer where the list expects X; an input that is already
- * normalised, in the compute dtype and addressable, is used where it lies. After the last stage one launch
- * casts the results that products could not write. 18 products in 17 launches for 5 steps with one restart.
- * Workspace: the buffers of all matrices at once, or as many as fit, in whole waves of tiles; the program
- * then runs several times. Which products run depends on shape and strides of a matrix, never on batch.
+ * one launch for the symmetric and one for the general products. Before the first stage one launch
+ * normalises and casts into the buffer where the list expects X; an input that is already normalised, in the
+ * compute dtype and addressable, is used where it lies. After the last stage one launch casts the results
+ * that products could not write. 18 products in 17 launches for 5 steps with one restart.
+ * Workspace, for a matrix of n x m, n <= m, 2 bytes an element: the list's squares of n x pitch(n), its copies of
+ * rows x pitch(cols), and what the norm needs (8 bytes for each 32 KB of x). For all matrices at once, or else for
+ * even parts of the batch, a little more where that fills whole waves of tiles; the program then runs several
+ * times. Which products run depends on shape and strides of a matrix, never on batch.
  */
 #include "newton_schulz.h"
 #include "check.h"
@@ -27,7 +29,7 @@ enum { ALIGNMENT = 256, TILE = 128 };
 typedef struct plan {
     dion3_tensor x, out; /* (batch, rows, cols) after turning */
     int64_t batch, rows, cols;
-    int64_t chunks; /* partial sums of the norm per matrix; 0: no norm */
+    int64_t norm_bytes; /* of workspace for the norm of one matrix */
     int32_t gram, input_is_operand, compute_dtype;
     d3_ns_output output;
     const d3_ns_list* list;
@@ -54,9 +56,9 @@ static int addressable(const dion3_tensor* t, int64_t batch, int64_t rows, int64
            (batch == 1 || (t->batch_stride > 0 && t->batch_stride % 8 == 0)) && (uintptr_t)t->data % 16 == 0;
 }
 
-static d3_copy input_copy(const plan* p, dion3_tensor dst, double* partial, double eps) {
-    d3_copy copy = {p->x, dst, p->batch, p->rows, p->cols, partial, eps};
-    return copy;
+/* The same of a result: products store rows up to the next multiple of 8 elements. */
+static int writable(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols) {
+    return cols % D3_GEMM_PITCH == 0 && addressable(t, batch, rows, cols);
 }
 
 static plan make_plan(const dion3_ns_stack* stack, const dion3_ns_program* program) {
@@ -71,12 +73,8 @@ static plan make_plan(const dion3_ns_stack* stack, const dion3_ns_program* progr
     p.gram = program->method == DION3_NS_GRAM || (program->method == DION3_NS_AUTO && p.rows != p.cols);
     p.input_is_operand =
         program->normalized && p.x.dtype == p.compute_dtype && addressable(&p.x, p.batch, p.rows, p.cols);
-    if (p.out.dtype != DION3_F32 && addressable(&p.out, p.batch, p.rows, p.cols)) {
+    if (p.out.dtype != DION3_F32 && writable(&p.out, p.batch, p.rows, p.cols)) {
         p.output = p.out.dtype == p.compute_dtype ? D3_NS_OUT_OPERAND : D3_NS_OUT_WRITE;
-    }
-    if (!program->normalized) {
-        const d3_copy copy = input_copy(&p, p.x, NULL, 0.0);
-        p.chunks = d3_norm_chunks(&copy);
     }
     return p;
 }
@@ -97,11 +95,11 @@ static int64_t copy_bytes(const plan* p, int64_t batch) {
     return aligned_bytes(2 * batch * p->rows * pitch(p->cols));
 }
 
-static int64_t partial_bytes(const plan* p, int64_t batch) { return aligned_bytes(8 * batch * p->chunks); }
+static int64_t norms_bytes(const plan* p, int64_t batch) { return aligned_bytes(batch * p->norm_bytes); }
 
 static int64_t part_bytes(const plan* p, int64_t batch) {
     return p->list->squares * square_bytes(p, batch) + p->list->copies * copy_bytes(p, batch) +
-           partial_bytes(p, batch);
+           norms_bytes(p, batch);
 }
 
 /* The most matrices, of at most `batch`, whose buffers fit. */
@@ -118,13 +116,15 @@ static int64_t fitting(const plan* p, int64_t batch, int64_t bytes) {
     return low;
 }
 
-/* Of 3/4 count .. count matrices, the number that fills the last wave of the triangle's tiles best. */
-static int64_t whole_waves(const plan* p, int64_t count) {
+/* How many of `left` matrices to do next if `most` fit: even parts, each a little larger where that fills the
+ * last wave of the triangle's tiles better. */
+static int64_t even_part(const plan* p, int64_t left, int64_t most) {
+    const int64_t parts = (left + most - 1) / most, even = (left + parts - 1) / parts;
     const int64_t rows = (smaller(p->rows, p->cols) + TILE - 1) / TILE;
     const int64_t tiles = rows * (rows + 1) / 2, slots = d3_multiprocessors();
-    int64_t best = count;
+    int64_t best = even;
     double best_filled = 0.0;
-    for (int64_t c = count; c > 0 && c >= count - count / 4 && count - c < 256; --c) {
+    for (int64_t c = even; c <= most && c < even + 256; ++c) {
         const int64_t waves = (c * tiles + slots - 1) / slots;
         const double filled = (double)(c * tiles) / (double)(waves * slots);
         if (filled > best_filled) {
@@ -141,7 +141,7 @@ static int64_t whole_waves(const plan* p, int64_t count) {
 typedef struct part {
     plan view; /* x and out moved to the first matrix, batch = count */
     dion3_tensor buffer[D3_NS_BUFFERS];
-    double* partial;
+    void* norms;
 } part;
 
 typedef struct call {
@@ -151,9 +151,27 @@ typedef struct call {
     d3_copy* copies;
     d3_ns_list* lists; /* by gram, input_is_operand, output */
     int64_t count, part_count;
+    char* norms; /* of all parts, at the end of the workspace */
+    int64_t norms_bytes;
 } call;
 
 enum { LISTS = 2 * 2 * 3 };
+
+static dion3_tensor workspace_tensor(void* at, const plan* p, int64_t rows, int64_t cols) {
+    dion3_tensor t = {at, rows * pitch(cols), pitch(cols), 1, p->compute_dtype, 0};
+    return t;
+}
+
+static d3_copy input_copy(const plan* p, dion3_tensor dst, const dion3_ns_program* program, void* norms) {
+    d3_copy copy = {p->x, dst, p->batch, p->rows, p->cols, !program->normalized, 0, norms, program->eps};
+    return copy;
+}
+
+static int64_t find_norm_bytes(const plan* p, const dion3_ns_program* program) {
+    const d3_copy copy = input_copy(
+        p, p->list->first == D3_NS_OUT ? p->out : workspace_tensor(NULL, p, p->rows, p->cols), program, NULL);
+    return program->normalized ? 0 : d3_norm_bytes(&copy);
+}
 
 static void free_call(call* c) {
     free(c->plans);
@@ -186,22 +204,24 @@ static int make_call(call* c, const dion3_ns_stack* stacks, int64_t count, const
             built[which] = 1;
         }
         p.list = &c->lists[which];
+        p.norm_bytes = find_norm_bytes(&p, program);
         c->plans[c->count++] = p;
     }
     return 1;
-}
-
-static dion3_tensor workspace_tensor(char** at, int64_t rows, int64_t cols, int64_t bytes, int32_t dtype) {
-    dion3_tensor t = {*at, rows * pitch(cols), pitch(cols), 1, dtype, 0};
-    *at += bytes;
-    return t;
 }
 
 static void skip_matrices(dion3_tensor* t, int64_t matrices) {
     t->data = (char*)t->data + matrices * t->batch_stride * (t->dtype == DION3_F32 ? 4 : 2);
 }
 
-static part make_part(const plan* p, int64_t first, int64_t count, char** at) {
+/* Takes bytes from the workspace's begin. */
+static void* take(char** at, int64_t bytes) {
+    char* taken = *at;
+    *at += bytes;
+    return taken;
+}
+
+static part make_part(const plan* p, int64_t first, int64_t count, char** at, char** end) {
     part out = {.view = *p};
     const int64_t n = smaller(p->rows, p->cols);
     skip_matrices(&out.view.x, first);
@@ -210,37 +230,35 @@ static part make_part(const plan* p, int64_t first, int64_t count, char** at) {
     out.buffer[D3_NS_INPUT] = out.view.x;
     out.buffer[D3_NS_OUT] = out.view.out;
     for (int i = 0; i < p->list->copies; ++i) {
-        out.buffer[D3_NS_X0 + i] =
-            workspace_tensor(at, p->rows, p->cols, copy_bytes(p, count), p->compute_dtype);
+        out.buffer[D3_NS_X0 + i] = workspace_tensor(take(at, copy_bytes(p, count)), p, p->rows, p->cols);
     }
     for (int i = 0; i < p->list->squares; ++i) {
-        out.buffer[D3_NS_SQUARE + i] = workspace_tensor(at, n, n, square_bytes(p, count), p->compute_dtype);
+        out.buffer[D3_NS_SQUARE + i] = workspace_tensor(take(at, square_bytes(p, count)), p, n, n);
     }
-    if (p->chunks)
-        out.partial = (double*)*at;
-    *at += partial_bytes(p, count);
+    *end -= norms_bytes(p, count);
+    out.norms = *end;
     return out;
 }
 
 /* The next parts that fit into the workspace, from matrix *first of plan *next on, which move on. */
 static void take_parts(call* c, char* workspace, int64_t bytes, int64_t* next, int64_t* first) {
     char* at = workspace;
+    char* const end = workspace + bytes / ALIGNMENT * ALIGNMENT;
+    c->norms = end;
     c->part_count = 0;
     while (*next < c->count) {
         const plan* p = &c->plans[*next];
         const int64_t left = p->batch - *first;
-        int64_t take = fitting(p, left, bytes - (at - workspace));
-        if (take == 0)
-            return;
-        if (take < left)
-            take = whole_waves(p, take);
-        c->parts[c->part_count++] = make_part(p, *first, take, &at);
-        *first += take;
-        if (*first < p->batch)
-            return;
+        int64_t count = fitting(p, left, c->norms - at);
+        if (count == 0) break;
+        if (count < left) count = even_part(p, left, count);
+        c->parts[c->part_count++] = make_part(p, *first, count, &at, &c->norms);
+        *first += count;
+        if (*first < p->batch) break;
         *first = 0;
         ++*next;
     }
+    c->norms_bytes = end - c->norms;
 }
 
 static d3_group make_group(const part* p, const d3_ns_product* product) {
@@ -276,6 +294,7 @@ static d3_group make_group(const part* p, const d3_ns_product* product) {
         group.e = p->buffer[product->e];
     group.gamma = product->gamma;
     group.delta = product->delta;
+    group.d_padded = product->d >= D3_NS_X0;
     return group;
 }
 
@@ -298,26 +317,23 @@ static dion3_status run_input(call* c, const dion3_ns_program* program, dion3_st
     int64_t count = 0;
     for (int64_t i = 0; i < c->part_count; ++i) {
         const part* p = &c->parts[i];
-        if (p->view.input_is_operand)
-            continue;
-        c->copies[count++] = input_copy(&p->view, p->buffer[p->view.list->first], p->partial, program->eps);
+        if (!p->view.input_is_operand)
+            c->copies[count++] = input_copy(&p->view, p->buffer[p->view.list->first], program, p->norms);
     }
-    if (count && !program->normalized)
-        D3_TRY(d3_norms(c->copies, count, stream));
-    return count ? d3_copies(c->copies, count, stream) : DION3_OK;
+    return count ? d3_copies(c->copies, count, c->norms, (size_t)c->norms_bytes, stream) : DION3_OK;
 }
 
 static dion3_status run_output(call* c, dion3_stream stream) {
     int64_t count = 0;
     for (int64_t i = 0; i < c->part_count; ++i) {
         const part* p = &c->parts[i];
-        if (p->view.list->last == D3_NS_OUT)
-            continue;
-        d3_copy copy = {
-            p->buffer[p->view.list->last], p->view.out, p->view.batch, p->view.rows, p->view.cols, NULL, 0.0};
+        if (p->view.list->last == D3_NS_OUT) continue;
+        const dion3_tensor result = p->buffer[p->view.list->last];
+        const d3_copy copy = {
+            result, p->view.out, p->view.batch, p->view.rows, p->view.cols, 0, 0, NULL, 0.0};
         c->copies[count++] = copy;
     }
-    return count ? d3_copies(c->copies, count, stream) : DION3_OK;
+    return count ? d3_copies(c->copies, count, NULL, 0, stream) : DION3_OK;
 }
 
 static dion3_status run_parts(call* c, const dion3_ns_program* program, dion3_stream stream) {

@@ -72,7 +72,7 @@ void pad_input(padded_product& p, char* workspace, dion3_tensor& t, int64_t rows
     if (!t.data || addressable(t, batch, rows, cols, rows_only))
         return;
     const dion3_tensor copy = place(p, workspace, t, batch, rows, cols, rows_only);
-    p.in[p.in_count++] = {t, copy, batch, rows, cols, nullptr, 0.0};
+    p.in[p.in_count++] = {t, copy, batch, rows, cols, 0, 0, nullptr, 0.0};
     t = copy;
 }
 
@@ -85,10 +85,11 @@ padded_product pad(const d3_group& group, int symmetric, void* memory) {
     pad_input(p, workspace, g.b, symmetric ? g.n : g.k, symmetric ? g.k : g.n, false);
     if (g.beta != 0.0f)
         pad_input(p, workspace, g.c, g.m, g.n, true);
-    if (!addressable(g.d, g.batch, g.m, g.n, true)) {
+    if (g.n % D3_GEMM_PITCH != 0 || !addressable(g.d, g.batch, g.m, g.n, true)) {
         const dion3_tensor copy = place(p, workspace, g.d, g.batch, g.m, g.n, true);
-        p.out = {copy, g.d, g.batch, g.m, g.n, nullptr, 0.0};
+        p.out = {copy, g.d, g.batch, g.m, g.n, 0, 0, nullptr, 0.0};
         p.out_copied = true;
+        p.group.d_padded = 1;
         g.d = copy;
     }
     return p;
@@ -175,9 +176,9 @@ dion3_status run_product(const char* name, const dion3_gemm* product, int symmet
     D3_REQUIRE(workspace && (uintptr_t)workspace % ALIGNMENT == 0 && workspace_bytes >= p.bytes,
                "%s: workspace=%p of workspace_bytes=%llu must be aligned to %d bytes and hold %llu", name,
                workspace, (unsigned long long)workspace_bytes, (int)ALIGNMENT, (unsigned long long)p.bytes);
-    D3_TRY(d3_copies(p.in, p.in_count, stream));
+    D3_TRY(d3_copies(p.in, p.in_count, nullptr, 0, stream));
     D3_TRY(d3_gemm_sm90(&p.group, 1, symmetric, stream));
-    return p.out_copied ? d3_copies(&p.out, 1, stream) : DION3_OK;
+    return p.out_copied ? d3_copies(&p.out, 1, nullptr, 0, stream) : DION3_OK;
 }
 
 } // namespace

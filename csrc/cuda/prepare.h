@@ -11,24 +11,24 @@
 extern "C" {
 #endif
 
-/* dst <- src * s in fp32, rounded once to dst's dtype. s = 1 if partial is NULL; else 1 / max(norm, eps), 0
- * where that divides by 0, norm being the Frobenius norm of the matrix of src as d3_norms left it. */
+/* dst <- src * s in fp32, rounded once to dst's dtype. s = 1, or with scaled 1 / max(norm, eps), 0 where that
+ * divides by 0; norm is the Frobenius norm of the matrix of src, summed in a fixed order. */
 typedef struct d3_copy {
-    dion3_tensor src, dst; /* (batch, rows, cols), any dtypes and strides; dst is not read by d3_norms */
+    dion3_tensor src, dst; /* (batch, rows, cols), any dtypes and strides; they do not overlap */
     int64_t batch, rows, cols;
-    double* partial; /* (batch, d3_norm_chunks) */
+    int32_t scaled;
+    int32_t reserved;
+    void* norms; /* batch * d3_norm_bytes(item) bytes, aligned to 16; NULL where that is 0 */
     double eps;
 } d3_copy;
 
-/* Partial sums per matrix: depends on rows, cols and the strides of src, never on batch. */
-int64_t d3_norm_chunks(const d3_copy* item);
+/* Bytes of norms per matrix: depends on rows, cols, dtypes and strides, never on batch. 0 for small matrices. */
+int64_t d3_norm_bytes(const d3_copy* item);
 
-/* partial <- sums of squares of src, in float64 and in a fixed order. One launch for all items (of up to
- * 16 items each); asynchronous, no allocation, capturable. */
-dion3_status d3_norms(const d3_copy* items, int64_t count, dion3_stream stream);
-
-/* One launch for all items, likewise. */
-dion3_status d3_copies(const d3_copy* items, int64_t count, dion3_stream stream);
+/* Runs all items in one launch (of up to 16 items each); asynchronous, no allocation, capturable. norms and
+ * norms_bytes: the one piece of memory that holds the norms of all items; it is overwritten. */
+dion3_status d3_copies(const d3_copy* items, int64_t count, void* norms, size_t norms_bytes,
+                       dion3_stream stream);
 
 #ifdef __cplusplus
 }

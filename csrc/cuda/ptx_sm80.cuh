@@ -33,6 +33,53 @@ PTX80_FN void ptx80_store_shared16(uint32_t target, const uint32_t (&words)[4]) 
                  : "memory");
 }
 
+/* How long the L2 cache should keep a line: for the accesses below. */
+PTX80_FN uint64_t ptx80_evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+PTX80_FN uint64_t ptx80_evict_normal() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+PTX80_FN uint64_t ptx80_evict_last() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/* Volatile, so that loads are issued where they stand: before what waits. */
+PTX80_FN uint4 ptx80_load16(const void* address, uint64_t policy) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address), "l"(policy));
+    return v;
+}
+
+PTX80_FN void ptx80_store16(void* address, uint4 v, uint64_t policy) {
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
+                 : "memory");
+}
+
+PTX80_FN void ptx80_store8(void* address, uint2 v, uint64_t policy) {
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(address), "r"(v.x), "r"(v.y),
+                 "l"(policy)
+                 : "memory");
+}
+
+/* Lets a dependent launch that allows it begin; it waits for the end of this one before it reads. */
+PTX80_FN void ptx80_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /* Four 8x8 matrices of 16-bit elements. */
 PTX80_FN void ptx80_ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
