@@ -134,7 +134,9 @@ def normalize_coefficients(
         coefficients = coefficients.tolist()
     entries = list(coefficients)
     if not entries:
-        raise ValueError("coefficients must hold at least one triple (a, b, c), got an empty sequence")
+        raise ValueError(
+            "coefficients must hold at least one triple (a, b, c), got an empty sequence"
+        )
     if _is_triple(entries):
         return (_triple(entries, 0),) * (5 if steps is None else steps)
     table = tuple(_triple(row, i) for i, row in enumerate(entries))

@@ -25,11 +25,17 @@
 #define D3_CLONES
 #endif
 
+/* D3_PARALLEL(elements) begins a parallel region where there is OpenMP and the call is worth more than one
+ * thread; D3_FOR shares the loop after it, with no wait at its end. */
 #ifdef _OPENMP
-#define D3_OMP_TEXT(text) _Pragma(#text)
-#define D3_OMP(directive) D3_OMP_TEXT(omp directive)
+#define D3_PRAGMA(text) _Pragma(#text)
+#define D3_PARALLEL(elements) D3_PRAGMA(omp parallel if ((elements) > D3_TASK_ELEMENTS))
+#define D3_FOR D3_PRAGMA(omp for schedule(dynamic) nowait)
+#define D3_BARRIER D3_PRAGMA(omp barrier)
 #else
-#define D3_OMP(directive)
+#define D3_PARALLEL(elements) (void)(elements);
+#define D3_FOR
+#define D3_BARRIER
 #endif
 
 enum {

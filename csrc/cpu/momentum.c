@@ -89,20 +89,22 @@ dion3_status dion3_momentum_cpu(const dion3_momentum_item* items, int64_t count)
     for (int64_t i = 0; i < count; ++i) {
         if (items[i].rows == 0 || items[i].cols == 0) clear_sums(&items[i]);
     }
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const dion3_momentum_item* it = &items[i];
         const int64_t rows = it->cols ? it->batch * it->rows : 0;
         if (it->axis == DION3_COLS && (it->score || it->sumsq)) {
             const int64_t pieces = it->rows ? d3_ceil_div(it->cols, D3_BLOCK) : 0;
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t t = 0; t < it->batch * pieces; ++t) {
                 const int64_t col = t % pieces * D3_BLOCK;
                 momentum_columns(it, t / pieces, col, d3_min(D3_BLOCK, it->cols - col));
             }
         } else {
             const int64_t chunk = d3_task_rows(it->cols);
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t first = 0; first < rows; first += chunk) {
                 momentum_rows(it, first, d3_min(first + chunk, rows));
             }

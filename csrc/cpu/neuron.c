@@ -65,20 +65,22 @@ static dion3_status check_indices(const dion3_neuron_item* items, int64_t count)
 dion3_status dion3_neuron_cpu(const dion3_neuron_item* items, int64_t count) {
     D3_TRY(d3_check_neuron(items, count));
     D3_TRY(check_indices(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
+    D3_PARALLEL(elements)
     {
         for (int64_t i = 0; i < count; ++i) {
             const int64_t rows = items[i].cols ? items[i].batch * items[i].rows : 0;
             const int64_t chunk = d3_task_rows(items[i].cols);
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t first = 0; first < rows; first += chunk) {
                 mean_squares(&items[i], first, d3_min(first + chunk, rows));
             }
         }
-        D3_OMP(barrier)
+        D3_BARRIER
         for (int64_t i = 0; i < count; ++i) {
             const int64_t batch = items[i].cols && items[i].rows ? items[i].batch : 0;
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t b = 0; b < batch; ++b) factors(&items[i], b);
         }
     }

@@ -97,12 +97,14 @@ static dion3_status check_slots(const dion3_update_item* items, int64_t count) {
 dion3_status dion3_update_cpu(const dion3_update_item* items, int64_t count) {
     D3_TRY(d3_check_update(items, count));
     D3_TRY(check_slots(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const dion3_update_item* it = &items[i];
         const int64_t rows = it->cols ? it->batch * it->rows : 0;
         const int64_t chunk = d3_task_rows(it->cols);
-        D3_OMP(for schedule(dynamic) nowait)
+        D3_FOR
         for (int64_t first = 0; first < rows; first += chunk) {
             update_rows(it, first, d3_min(first + chunk, rows));
         }
