@@ -192,12 +192,10 @@ static int make_call(call* c, const dion3_ns_stack* stacks, int64_t count, const
     c->groups = calloc(2 * n, sizeof *c->groups);
     c->copies = calloc(n, sizeof *c->copies);
     c->lists = malloc(LISTS * sizeof *c->lists);
-    if (!c->plans || !c->parts || !c->groups || !c->copies || !c->lists)
-        return 0;
+    if (!c->plans || !c->parts || !c->groups || !c->copies || !c->lists) return 0;
     for (int64_t i = 0; i < count; ++i) {
         plan p = make_plan(&stacks[i], program);
-        if (is_empty(&p))
-            continue;
+        if (is_empty(&p)) continue;
         const int which = (p.gram * 2 + p.input_is_operand) * 3 + (int)p.output;
         if (!built[which]) {
             d3_ns_build(program, p.gram, p.input_is_operand, p.output, &c->lists[which]);
@@ -261,6 +259,11 @@ static void take_parts(call* c, char* workspace, int64_t bytes, int64_t* next, i
     c->norms_bytes = end - c->norms;
 }
 
+/* The dtype of the last product: a 16-bit output gets it in one rounding, even by way of the workspace. */
+static int32_t result_dtype(const plan* p) {
+    return p->out.dtype == DION3_F32 ? p->compute_dtype : p->out.dtype;
+}
+
 static d3_group make_group(const part* p, const d3_ns_product* product) {
     d3_group group = {0};
     dion3_gemm* g = &group.g;
@@ -288,13 +291,12 @@ static d3_group make_group(const part* p, const d3_ns_product* product) {
     }
     g->alpha = product->alpha;
     g->beta = product->beta;
-    if (product->c != D3_NS_NONE)
-        g->c = p->buffer[product->c];
-    if (product->e != D3_NS_NONE)
-        group.e = p->buffer[product->e];
+    if (product->c != D3_NS_NONE) g->c = p->buffer[product->c];
+    if (product->e != D3_NS_NONE) group.e = p->buffer[product->e];
     group.gamma = product->gamma;
     group.delta = product->delta;
     group.d_padded = product->d >= D3_NS_X0;
+    if (product == &view->list->products[view->list->count - 1]) g->d.dtype = result_dtype(view);
     return group;
 }
 
@@ -328,9 +330,10 @@ static dion3_status run_output(call* c, dion3_stream stream) {
     for (int64_t i = 0; i < c->part_count; ++i) {
         const part* p = &c->parts[i];
         if (p->view.list->last == D3_NS_OUT) continue;
-        const dion3_tensor result = p->buffer[p->view.list->last];
-        const d3_copy copy = {
-            result, p->view.out, p->view.batch, p->view.rows, p->view.cols, 0, 0, NULL, 0.0};
+        dion3_tensor result = p->buffer[p->view.list->last];
+        result.dtype = result_dtype(&p->view);
+        const d3_copy copy = {result, p->view.out, p->view.batch, p->view.rows, p->view.cols,
+                              0,      0,           NULL,          0.0};
         c->copies[count++] = copy;
     }
     return count ? d3_copies(c->copies, count, NULL, 0, stream) : DION3_OK;
@@ -339,8 +342,7 @@ static dion3_status run_output(call* c, dion3_stream stream) {
 static dion3_status run_parts(call* c, const dion3_ns_program* program, dion3_stream stream) {
     int32_t stages = 0;
     for (int64_t i = 0; i < c->part_count; ++i) {
-        if (c->parts[i].view.list->stages > stages)
-            stages = c->parts[i].view.list->stages;
+        if (c->parts[i].view.list->stages > stages) stages = c->parts[i].view.list->stages;
     }
     D3_TRY(run_input(c, program, stream));
     for (int32_t stage = 0; stage < stages; ++stage) {
@@ -411,11 +413,9 @@ static size_t sizes(const call* c, size_t* least) {
     for (int64_t i = 0; i < c->count; ++i) {
         const int64_t single = part_bytes(&c->plans[i], 1);
         all += part_bytes(&c->plans[i], c->plans[i].batch);
-        if (single > one)
-            one = single;
+        if (single > one) one = single;
     }
-    if (least)
-        *least = (size_t)one;
+    if (least) *least = (size_t)one;
     return (size_t)all;
 }
 
@@ -423,12 +423,9 @@ size_t dion3_newton_schulz_workspace_size(const dion3_ns_stack* stacks, int64_t 
                                           const dion3_ns_program* program, size_t* least) {
     call c;
     size_t all = 0;
-    if (least)
-        *least = 0;
-    if (check_all(stacks, count, program) != DION3_OK)
-        return 0;
-    if (make_call(&c, stacks, count, program))
-        all = sizes(&c, least);
+    if (least) *least = 0;
+    if (check_all(stacks, count, program) != DION3_OK) return 0;
+    if (make_call(&c, stacks, count, program)) all = sizes(&c, least);
     free_call(&c);
     return all;
 }

@@ -23,11 +23,9 @@ typedef struct builder {
 
 static int32_t take_square(builder* s) {
     int32_t i = 0;
-    while (s->used >> i & 1)
-        ++i;
+    while (s->used >> i & 1) ++i;
     s->used |= 1 << i;
-    if (i + 1 > s->list->squares)
-        s->list->squares = i + 1;
+    if (i + 1 > s->list->squares) s->list->squares = i + 1;
     return D3_NS_SQUARE + i;
 }
 
@@ -71,8 +69,7 @@ static int32_t add_z(builder* s, int32_t r, const double* abc) {
 static void add_x(builder* s, int32_t square, double a) {
     const int32_t from = s->x_buffer[s->x], to = s->x_buffer[s->x + 1];
     d3_ns_product* p = add(s, 0, to, square, from);
-    if (a != 0.0)
-        add_term(p, from, a);
+    if (a != 0.0) add_term(p, from, a);
     s->x++;
     s->stage++;
 }
@@ -109,8 +106,7 @@ static void add_iteration(builder* s, int32_t* r, factor* q, const double* abc, 
         add_x(s, z, a);
         return;
     }
-    if (!first)
-        add_q(s, q, z, a);
+    if (!first) add_q(s, q, z, a);
     if (ends) {
         s->stage++;
         add_x(s, q->buffer, 0.0);
@@ -163,19 +159,15 @@ static void place_x(builder* s, int32_t writes, int input_is_operand, d3_ns_outp
     d3_ns_list* list = s->list;
     int32_t even = output == D3_NS_OUT_OPERAND ? D3_NS_OUT : output == D3_NS_OUT_WRITE ? D3_NS_X1 : D3_NS_X0;
     int32_t odd = output == D3_NS_OUT_COPY ? D3_NS_X1 : D3_NS_X0;
-    for (int32_t i = 0; i <= writes; ++i)
-        s->x_buffer[i] = (writes - i) % 2 ? odd : even;
-    if (output == D3_NS_OUT_WRITE)
-        s->x_buffer[writes] = D3_NS_OUT;
-    if (input_is_operand)
-        s->x_buffer[0] = D3_NS_INPUT;
+    for (int32_t i = 0; i <= writes; ++i) s->x_buffer[i] = (writes - i) % 2 ? odd : even;
+    if (output == D3_NS_OUT_WRITE) s->x_buffer[writes] = D3_NS_OUT;
+    if (input_is_operand) s->x_buffer[0] = D3_NS_INPUT;
     list->first = s->x_buffer[0];
     list->last = s->x_buffer[writes];
     list->copies = 0;
     for (int32_t i = 0; i <= writes; ++i) {
         const int32_t needed = s->x_buffer[i] - D3_NS_X0 + 1;
-        if (needed > list->copies)
-            list->copies = needed;
+        if (needed > list->copies) list->copies = needed;
     }
 }
 

@@ -26,10 +26,8 @@ dion3_status run_mixed(const d3_group* groups, int64_t count, int symmetric, dio
                 generic[generic_count++] = groups[i];
             }
         }
-        if (tma_count)
-            D3_TRY(d3_gemm_sm90(tma, tma_count, symmetric, stream));
-        if (generic_count)
-            D3_TRY(d3_gemm_generic(generic, generic_count, symmetric, stream));
+        if (tma_count) D3_TRY(d3_gemm_sm90(tma, tma_count, symmetric, stream));
+        if (generic_count) D3_TRY(d3_gemm_generic(generic, generic_count, symmetric, stream));
     }
     return DION3_OK;
 }
@@ -69,8 +67,7 @@ dion3_tensor place(padded_product& p, char* workspace, const dion3_tensor& t, in
 void pad_input(padded_product& p, char* workspace, dion3_tensor& t, int64_t rows, int64_t cols,
                bool rows_only) {
     const int64_t batch = p.group.g.batch;
-    if (!t.data || addressable(t, batch, rows, cols, rows_only))
-        return;
+    if (!t.data || addressable(t, batch, rows, cols, rows_only)) return;
     const dion3_tensor copy = place(p, workspace, t, batch, rows, cols, rows_only);
     p.in[p.in_count++] = {t, copy, batch, rows, cols, 0, 0, nullptr, 0.0};
     t = copy;
@@ -83,8 +80,7 @@ padded_product pad(const d3_group& group, int symmetric, void* memory) {
     char* workspace = (char*)memory;
     pad_input(p, workspace, g.a, g.m, g.k, false);
     pad_input(p, workspace, g.b, symmetric ? g.n : g.k, symmetric ? g.k : g.n, false);
-    if (g.beta != 0.0f)
-        pad_input(p, workspace, g.c, g.m, g.n, true);
+    if (g.beta != 0.0f) pad_input(p, workspace, g.c, g.m, g.n, true);
     if (g.n % D3_GEMM_PITCH != 0 || !addressable(g.d, g.batch, g.m, g.n, true)) {
         const dion3_tensor copy = place(p, workspace, g.d, g.batch, g.m, g.n, true);
         p.out = {copy, g.d, g.batch, g.m, g.n, 0, 0, nullptr, 0.0};
@@ -106,12 +102,9 @@ bool is_empty(const dion3_gemm& g) { return g.batch == 0 || g.m == 0 || g.n == 0
 
 /* Whether the product goes through padded copies. */
 bool wants_padding(const d3_group& group, int symmetric, int32_t backend) {
-    if (is_empty(group.g) || backend == DION3_BACKEND_GENERIC || !d3_has_sm90())
-        return false;
-    if (d3_gemm_sm90_check(&group, symmetric) == DION3_OK)
-        return false;
-    if (backend == DION3_BACKEND_AUTO && !copies_pay(group.g))
-        return false;
+    if (is_empty(group.g) || backend == DION3_BACKEND_GENERIC || !d3_has_sm90()) return false;
+    if (d3_gemm_sm90_check(&group, symmetric) == DION3_OK) return false;
+    if (backend == DION3_BACKEND_AUTO && !copies_pay(group.g)) return false;
     static char* const somewhere = (char*)ALIGNMENT; /* only its alignment is looked at */
     const padded_product p = pad(group, symmetric, somewhere);
     return d3_gemm_sm90_check(&p.group, symmetric) == DION3_OK;
@@ -120,8 +113,7 @@ bool wants_padding(const d3_group& group, int symmetric, int32_t backend) {
 d3_group group_of(const dion3_gemm& product) {
     d3_group group = {};
     group.g = product;
-    if (product.beta == 0.0f)
-        group.g.c = {};
+    if (product.beta == 0.0f) group.g.c = {};
     return group;
 }
 
@@ -158,8 +150,7 @@ dion3_status check_product(const char* name, const dion3_gemm* p, int symmetric,
 }
 
 size_t workspace_size(const char* name, const dion3_gemm* product, int symmetric, int32_t backend) {
-    if (check_product(name, product, symmetric, backend) != DION3_OK)
-        return 0;
+    if (check_product(name, product, symmetric, backend) != DION3_OK) return 0;
     const d3_group group = group_of(*product);
     return wants_padding(group, symmetric, backend) ? pad(group, symmetric, nullptr).bytes : 0;
 }
@@ -167,11 +158,9 @@ size_t workspace_size(const char* name, const dion3_gemm* product, int symmetric
 dion3_status run_product(const char* name, const dion3_gemm* product, int symmetric, int32_t backend,
                          void* workspace, size_t workspace_bytes, dion3_stream stream) {
     D3_TRY(check_product(name, product, symmetric, backend));
-    if (is_empty(*product))
-        return DION3_OK;
+    if (is_empty(*product)) return DION3_OK;
     const d3_group group = group_of(*product);
-    if (!wants_padding(group, symmetric, backend))
-        return d3_gemm(&group, 1, symmetric, backend, stream);
+    if (!wants_padding(group, symmetric, backend)) return d3_gemm(&group, 1, symmetric, backend, stream);
     const padded_product p = pad(group, symmetric, workspace);
     D3_REQUIRE(workspace && (uintptr_t)workspace % ALIGNMENT == 0 && workspace_bytes >= p.bytes,
                "%s: workspace=%p of workspace_bytes=%llu must be aligned to %d bytes and hold %llu", name,
@@ -203,8 +192,7 @@ extern "C" int d3_multiprocessors(void) {
 
 extern "C" dion3_status d3_gemm(const d3_group* groups, int64_t count, int symmetric, int32_t backend,
                                 dion3_stream stream) {
-    if (backend == DION3_BACKEND_GENERIC)
-        return d3_gemm_generic(groups, count, symmetric, stream);
+    if (backend == DION3_BACKEND_GENERIC) return d3_gemm_generic(groups, count, symmetric, stream);
     const bool sm90 = d3_has_sm90();
     if (backend == DION3_BACKEND_SM90) {
         if (!sm90) {
@@ -213,8 +201,7 @@ extern "C" dion3_status d3_gemm(const d3_group* groups, int64_t count, int symme
         }
         return d3_gemm_sm90(groups, count, symmetric, stream);
     }
-    if (!sm90)
-        return d3_gemm_generic(groups, count, symmetric, stream);
+    if (!sm90) return d3_gemm_generic(groups, count, symmetric, stream);
     for (int64_t i = 0; i < count; ++i) {
         if (d3_gemm_sm90_check(&groups[i], symmetric) != DION3_OK)
             return run_mixed(groups, count, symmetric, stream);

@@ -13,9 +13,10 @@
  *   that what was read last is met first.
  *   A copy block waits only for blocks with lower indices, which wait for nobody; blocks start in the order
  *   of their indices (as decoupled look-back scans rely on).
- * Sums: squares in fp32 within a unit, float64 beyond. A chunk whose sum shows that squares may have left
- *   the range of fp32 (below 2^-80, or not finite) is summed again in float64. All orders are fixed by the
- *   shape and the strides, so a matrix gets the same bits in any batch.
+ * Sums: in float64, so that their order does not matter in practice; it is fixed by the shape and the
+ *   strides, so a matrix gets the same bits in any batch. The conversion instruction is slow: magnitudes
+ *   become float64 by moving their bits, which is wrong for 0, denormals (2^-127 and up), Inf and NaN (2^128
+ *   and up). Only a sum between 2^-180 and 2^256 proves that none of these mattered; the others are taken again.
  * Bytes: with cached second reads one read and one write of memory; roof: memory bandwidth.
  * Constraints: none; rows that are not 16-byte aligned, or not contiguous, go element by element.
  */
@@ -32,7 +33,7 @@ constexpr int MAX_ITEMS = 16; /* of one launch: kernel parameters of at most 4 K
 constexpr int64_t MAX_BLOCKS = 1 << 30;
 constexpr int64_t MAX_ELEMENTS = 1ll << 40; /* of a matrix: less than MAX_BLOCKS / 4 chunks */
 constexpr int64_t SLOT_BYTES = 8 << 20;
-constexpr int64_t AHEAD_BYTES = 12 << 20; /* larger matrices are copied right after their norm */
+constexpr int64_t AHEAD_BYTES = 12 << 20;  /* larger matrices are copied right after their norm */
 constexpr int64_t STREAM_BYTES = 24 << 20; /* more output than this is not kept in the L2 cache */
 
 struct side {
@@ -58,10 +59,11 @@ struct item {
     header* headers;                    /* (batch) */
     double* partial;                    /* (batch, chunks) */
     double eps;
-    uint32_t chunk_units, chunk_outer; /* a chunk: so many units of so many rows, one of the two being 1 or whole rows */
-    uint32_t columns, chunks;          /* chunks in a row, in a matrix */
-    uint32_t magic;                    /* 2^32 / chunk_units, rounded up; 0 for one unit */
-    uint32_t group;                    /* matrices of a slot */
+    uint32_t chunk_units,
+        chunk_outer; /* a chunk: so many units of so many rows, one of the two being 1 or whole rows */
+    uint32_t columns, chunks; /* chunks in a row, in a matrix */
+    uint32_t magic;           /* 2^32 / chunk_units, rounded up; 0 for one unit */
+    uint32_t group;           /* matrices of a slot */
     uint32_t first_block;
     int16_t mode;
     int8_t ahead, stream;
@@ -82,6 +84,12 @@ __device__ __forceinline__ unsigned short half_word(const uint4& raw, int i) {
     return (unsigned short)(word_of(raw, i / 2) >> (i % 2 * 16));
 }
 
+/* |x| of a normal fp32 number: the exponent moves by 3 bits and from bias 127 to 1023. */
+__device__ __forceinline__ double widen(uint32_t bits) {
+    return __hiloint2double((int)((bits >> 3 & 0x0fffffffu) + 0x38000000u), (int)(bits << 29));
+}
+
+/* An element as it is, and its magnitude where it is a normal number. */
 template <typename T>
 struct unit;
 template <>
@@ -90,6 +98,9 @@ struct unit<float> {
     static __device__ __forceinline__ float get(const uint4& raw, int i) {
         return __uint_as_float(word_of(raw, i));
     }
+    static __device__ __forceinline__ double magnitude(const uint4& raw, int i) {
+        return widen(word_of(raw, i));
+    }
 };
 template <>
 struct unit<__half> {
@@ -97,12 +108,19 @@ struct unit<__half> {
     static __device__ __forceinline__ float get(const uint4& raw, int i) {
         return __half2float(__ushort_as_half(half_word(raw, i)));
     }
+    static __device__ __forceinline__ double magnitude(const uint4& raw, int i) {
+        return widen(__float_as_uint(get(raw, i)));
+    }
 };
 template <>
 struct unit<__nv_bfloat16> {
     enum { SIZE = 8 };
     static __device__ __forceinline__ float get(const uint4& raw, int i) {
         return __uint_as_float((uint32_t)half_word(raw, i) << 16);
+    }
+    static __device__ __forceinline__ double magnitude(const uint4& raw, int i) {
+        const uint32_t word = word_of(raw, i / 2), bits = i % 2 ? word >> 3 : word << 13;
+        return __hiloint2double((int)((bits & 0x0fffe000u) + 0x38000000u), 0);
     }
 };
 
@@ -151,8 +169,8 @@ __device__ __forceinline__ void store_unit(const float (&v)[SIZE], const side& s
 #pragma unroll
         for (int i = 0; i < SIZE; i += 4) {
             ptx80_store16((float*)s.data + index + i,
-                          make_uint4(__float_as_uint(v[i]), __float_as_uint(v[i + 1]), __float_as_uint(v[i + 2]),
-                                     __float_as_uint(v[i + 3])),
+                          make_uint4(__float_as_uint(v[i]), __float_as_uint(v[i + 1]),
+                                     __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3])),
                           policy);
         }
     } else {
@@ -247,18 +265,18 @@ __device__ __forceinline__ void load_chunk(uint4 (&raw)[PER_THREAD], const item&
 
 template <typename T>
 __device__ __forceinline__ double chunk_squares(const uint4 (&raw)[PER_THREAD]) {
-    double sum = 0.0;
+    double even = 0.0, odd = 0.0;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-        float squares = 0.0f;
 #pragma unroll
-        for (int j = 0; j < unit<T>::SIZE; ++j) {
-            squares = fmaf(unit<T>::get(raw[i], j), unit<T>::get(raw[i], j), squares);
+        for (int j = 0; j < unit<T>::SIZE; j += 2) {
+            const double v = unit<T>::magnitude(raw[i], j), w = unit<T>::magnitude(raw[i], j + 1);
+            even = fma(v, v, even);
+            odd = fma(w, w, odd);
         }
-        sum += (double)squares;
     }
-    sum = block_sum(sum);
-    if (sum >= 0x1p-80 && sum < 1e300) return sum;
+    double sum = block_sum(even + odd);
+    if (sum >= 0x1p-180 && sum < 0x1p256) return sum;
     sum = 0.0; /* the same branch in all threads */
 #pragma unroll 1
     for (int j = 0; j < unit<T>::SIZE; ++j) {
@@ -352,7 +370,9 @@ template <typename T, bool VECTOR>
 __device__ __forceinline__ void run(const item& it, const task& at) {
     uint4 raw[PER_THREAD];
     load_chunk<T, VECTOR>(raw, it, at,
-                          at.copy ? ptx80_evict_first() : it.ahead ? ptx80_evict_last() : ptx80_evict_normal());
+                          at.copy    ? ptx80_evict_first()
+                          : it.ahead ? ptx80_evict_last()
+                                     : ptx80_evict_normal());
     double factor = 1.0;
     if (at.norm) {
         const double squares = chunk_squares<T>(raw);
@@ -492,7 +512,8 @@ extern "C" dion3_status d3_copies(const d3_copy* items, int64_t count, void* nor
     for (int64_t i = 0; i < count; ++i) {
         if (is_empty(items[i])) continue;
         if (items[i].rows > MAX_ELEMENTS / items[i].cols) {
-            return d3_fail(DION3_ERR_UNSUPPORTED, "rows=%lld and cols=%lld: at most 2^40 elements can be copied",
+            return d3_fail(DION3_ERR_UNSUPPORTED,
+                           "rows=%lld and cols=%lld: at most 2^40 elements can be copied",
                            (long long)items[i].rows, (long long)items[i].cols);
         }
         item whole = make_item(items[i]);
@@ -500,7 +521,8 @@ extern "C" dion3_status d3_copies(const d3_copy* items, int64_t count, void* nor
         whole.headers = (header*)items[i].norms;
         whole.partial = (double*)(whole.headers + items[i].batch);
         /* At most MAX_BLOCKS blocks in a launch: billions of tiny matrices take several. */
-        const int64_t most = MAX_BLOCKS / 4 / whole.chunks > whole.group ? MAX_BLOCKS / 4 / whole.chunks : whole.group;
+        const int64_t most =
+            MAX_BLOCKS / 4 / whole.chunks > whole.group ? MAX_BLOCKS / 4 / whole.chunks : whole.group;
         for (int64_t first = 0; first < items[i].batch; first += most) {
             const int64_t left = items[i].batch - first;
             item it = part_of(whole, first, left < most ? left : most);
