@@ -63,7 +63,7 @@ def extension() -> dict:
     make = cpp.CUDAExtension if kind == "cuda" else cpp.CppExtension
     module = make(
         "dion3._C",
-        ["csrc/torch_binding.cpp"],
+        ["csrc/torch_binding.cpp", "csrc/torch_binding_gemm.cpp"],
         define_macros=[("DION3_WITH_CUDA", "1")] if kind == "cuda" else [],
         extra_compile_args=["-O2", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter"],
         extra_objects=[str(LIBRARY)],

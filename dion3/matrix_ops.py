@@ -36,7 +36,15 @@ from .products import (
 from .program import Stage, build_program
 from .restarts import check_restarts
 
-__all__ = ["BACKENDS", "CHUNK_BYTES", "DTYPES", "FLOAT16S", "METHODS", "orthogonalize_into"]
+__all__ = [
+    "BACKENDS",
+    "CHUNK_BYTES",
+    "DTYPES",
+    "FLOAT16S",
+    "METHODS",
+    "has_kernel",
+    "orthogonalize_into",
+]
 
 METHODS = ("auto", "standard", "gram")
 KERNELS = {"auto": 0, "sm90": 1, "generic": 2}
@@ -94,8 +102,8 @@ def _program(
     return build_program(table, check_restarts(restarts, steps))
 
 
-def _has_kernel(device: torch.device, compute: torch.dtype, *inputs: torch.dtype) -> bool:
-    """Whether the extension has a kernel for tensors of these dtypes on this device."""
+def has_kernel(device: torch.device, compute: torch.dtype, *inputs: torch.dtype) -> bool:
+    """Whether the extension has a kernel for this compute dtype and tensors of these dtypes there."""
     return (
         device.type == "cuda"
         and compute in FLOAT16S
@@ -126,7 +134,7 @@ def orthogonalize_into(
     if not x:
         return
     types = {t.dtype for t in (*x, *out)}
-    if backend in KERNELS and _has_kernel(x[0].device, dtype, *types):
+    if backend in KERNELS and has_kernel(x[0].device, dtype, *types):
         torch.ops.dion3._newton_schulz_(
             x, out, coefficients, restarts, method, dtype, normalized, eps, KERNELS[backend]
         )
@@ -315,7 +323,7 @@ def _symmetric_mm_op(
     alpha_tensor: Tensor | None = None,
     beta_tensor: Tensor | None = None,
 ) -> Tensor:
-    if _has_kernel(a.device, a.dtype):
+    if has_kernel(a.device, a.dtype):
         return torch.ops.dion3._symmetric_mm(a, b, c, alpha, beta, alpha_tensor, beta_tensor)
     return _product_op(a, b.mT, c, alpha, beta, alpha_tensor, beta_tensor, symmetric=True)
 
@@ -329,7 +337,7 @@ def _gemm_add_op(
     alpha_tensor: Tensor | None = None,
     beta_tensor: Tensor | None = None,
 ) -> Tensor:
-    if _has_kernel(a.device, a.dtype):
+    if has_kernel(a.device, a.dtype):
         return torch.ops.dion3._gemm_add(a, b, c, alpha, beta, alpha_tensor, beta_tensor)
     return _product_op(a, b, c, alpha, beta, alpha_tensor, beta_tensor, symmetric=False)
 

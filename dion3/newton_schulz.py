@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import KELLER, Coefficients, normalize_coefficients
-from .matrix_ops import BACKENDS, DTYPES, FLOAT16S, orthogonalize_into
+from .matrix_ops import BACKENDS, DTYPES, FLOAT16S, has_kernel, orthogonalize_into
 from .restarts import auto_restarts, check_restarts
 
 __all__ = ["gemm_add", "gram_ns", "newton_schulz", "orthogonalize", "symmetric_mm"]
@@ -258,16 +258,23 @@ def _apply(
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend not in ("auto", "reference") and compute not in FLOAT16S:
+        raise ValueError(f'backend="{backend}" needs dtype float16 or bfloat16, got {compute}')
     flat = list(itertools.chain.from_iterable(table))
-    if backend == "auto":
+    final = X.dtype if out_dtype is None else out_dtype
+    if backend == "auto" and not has_kernel(X.device, compute, X.dtype):
         result = torch.ops.dion3.newton_schulz(
             X, flat, restarts, method, compute, False, float(eps)
         )
+        return result.to(final)
+    # The kernels store any dtype: no pass over the result afterwards.
+    result = torch.empty(X.shape, dtype=final, device=X.device)
+    if backend == "auto":
+        torch.ops.dion3.newton_schulz_out(
+            [X], [result], flat, restarts, method, compute, False, float(eps)
+        )
     else:
-        if backend != "reference" and compute not in FLOAT16S:
-            raise ValueError(f'backend="{backend}" needs dtype float16 or bfloat16, got {compute}')
-        result = torch.empty(X.shape, dtype=compute, device=X.device)
         orthogonalize_into(
             [X], [result], flat, restarts, method, compute, False, float(eps), backend
         )
-    return result.to(X.dtype if out_dtype is None else out_dtype)
+    return result
