@@ -240,7 +240,7 @@ MUTANTS = [
     _m(
         "new plan for exchanged memory",
         "dion3/plan.py",
-        "            and [_memory(t) for t in self.watched] == self.memory\n",
+        "            and list(map(_pointer, self.watched)) == self.pointers\n",
         "",
         "test_optimizer_contract.py::test_the_plan_notices_exchanged_memory",
     ),
