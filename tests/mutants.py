@@ -226,8 +226,8 @@ MUTANTS = [
     _m(
         "dense detour for wrapper subclasses",
         "dion3/executor.py",
-        "                parameter.copy_(copy)\n",
-        "                pass\n",
+        "            parameter.copy_(copy)\n",
+        "            pass\n",
         "test_optimizer_layout.py::test_wrapper_subclasses_take_the_dense_detour",
     ),
     _m(
