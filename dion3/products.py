@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,8 @@ def one_thread_per_matrix(batch: int, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def keep_fp32_operands(device: torch.device) -> Iterator[None]:
     """Within it, oneDNN does not shorten fp32 operands, whatever set_float32_matmul_precision said."""
-    flags = torch.backends.mkldnn.matmul
+    flags: Any = torch.backends.mkldnn
+    flags = flags.matmul
     before = flags.fp32_precision
     if device.type != "cpu" or before in ("none", "ieee"):
         yield

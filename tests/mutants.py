@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     _m(
         "transposition of tall matrices",
-        "dion3/newton_schulz.py",
+        "dion3/matrix_ops.py",
         "tall = x.size(1) > x.size(2)",
         "tall = False",
         "test_optimizer.py::test_a_tall_matrix_is_worked_on_from_its_short_side",
