@@ -15,7 +15,7 @@ once; in steady state only the gradients are collected anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,23 +122,24 @@ class DevicePlan:
             observed: None, or a list that takes one record per bucket (see `Pass.observe`).
         """
         self.workspace.acquire()
-        try:
-            for parameter, copy in self.staged.values():
-                copy.copy_(parameter)
-            if self.steps:
-                torch._foreach_add_(self.steps, 1.0)
-            if self.items:
-                self._run_matrices([self._grad(grads, *of) for of in self.grad_of], hyper, observed)
-            if self.adamw is not None:
-                self.adamw.run(grads, hyper)
-            for parameter, copy in self.staged.values():
-                parameter.copy_(copy)
-        finally:
-            self.workspace.release()
-
-    def _grad(self, grads: Sequence[Tensor | None], index: int, view: Any) -> Tensor:
-        grad = dense(grads[index])
-        return grad if view is None else view(grad)
+        for parameter, copy in self.staged.values():
+            copy.copy_(parameter)
+        if self.steps:
+            torch._foreach_add_(self.steps, 1.0)
+        if self.items:
+            pieces = [
+                grad
+                if view is None and type(grad := grads[index]) is Tensor
+                else cut(grads[index], view)
+                for index, view in self.grad_of
+            ]
+            self._run_matrices(pieces, hyper, observed)
+        if self.adamw is not None:
+            self.adamw.run(grads, hyper)
+        for parameter, copy in self.staged.values():
+            parameter.copy_(copy)
+        # Not in a finally clause: whoever catches an error may look at the tensors of its traceback.
+        self.workspace.release()
 
     def _run_matrices(self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None) -> None:
         ops.momentum_(self.momentum, grads, hyper, self.group, self.axis, self.score, self.sumsq)
@@ -329,6 +330,12 @@ class AdamWLists:
             self.index,
             self.base,
         )
+
+
+def cut(grad: Tensor | None, view: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """A piece of a gradient."""
+    grad = dense(grad)
+    return grad if view is None else view(grad)
 
 
 def dense(grad: Tensor | None) -> Tensor:

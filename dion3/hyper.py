@@ -69,7 +69,7 @@ class HyperTable:
             self._tables[device] = table
             self._stale.add(device)
         if device in self._stale:
-            table.copy_(torch.tensor(self._rows, dtype=torch.float64), non_blocking=True)
+            table.copy_(torch.tensor(self._rows, dtype=torch.float32), non_blocking=True)
             self._stale.discard(device)
         for index, key in enumerate(self._keys):
             if key[0] is None:

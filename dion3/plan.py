@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,11 @@ WORKSPACE_LIMIT = 512 * 2**20
 
 Groups = Sequence[Mapping[str, Any]]
 
+# Unbound, for map: a signature is compared in every step.
+_pointer = Tensor.data_ptr
+_shape = attrgetter("shape")
+_strides = Tensor.stride
+
 
 class Signature:
     """Everything a plan depends on, in a form that is quick to compare with the present."""
@@ -52,16 +57,15 @@ class Signature:
         self.params = [list(group["params"]) for group in groups]
         self.has_grad = [grad is not None for grad in grads]
         self.states = list(state.values())
-        self.entries = [
-            (entry, key, value)
-            for entry in self.states
-            for key, value in entry.items()
-            if isinstance(value, Tensor)
-        ]
-        watched = [p for params in self.params for p in params]
-        watched += [value for _, _, value in self.entries]
-        self.watched = [t for t in watched if not is_traceable_wrapper_subclass(t)]
-        self.memory = [_memory(t) for t in self.watched]
+        pairs = [(entry, key) for entry in self.states for key in entry]
+        self.places = [(e, k) for e, k in pairs if isinstance(e[k], Tensor)]
+        self.tensors = [entry[key] for entry, key in self.places]
+        flat = [p for params in self.params for p in params]
+        self.plain = [p for p in flat if not is_traceable_wrapper_subclass(p)]
+        self.watched = self.plain + self.tensors
+        self.pointers = list(map(_pointer, self.watched))
+        self.shapes = list(map(_shape, self.plain))
+        self.strides = list(map(_strides, self.plain))
 
     def matches(
         self, groups: Groups, state: State, options: Options, grads: Sequence[Tensor | None]
@@ -76,14 +80,12 @@ class Signature:
             )
             and [grad is not None for grad in grads] == self.has_grad
             and all(map(is_, state.values(), self.states))
-            and all(entry.get(key) is value for entry, key, value in self.entries)
-            and [_memory(t) for t in self.watched] == self.memory
+            and all(map(is_, [entry.get(key) for entry, key in self.places], self.tensors))
+            and list(map(_pointer, self.watched)) == self.pointers
+            and list(map(_shape, self.plain)) == self.shapes
+            and list(map(_strides, self.plain)) == self.strides
             and [plan_values(group, options) for group in groups] == self.options
         )
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class NSConfig(NamedTuple):

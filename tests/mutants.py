@@ -226,8 +226,8 @@ MUTANTS = [
     _m(
         "dense detour for wrapper subclasses",
         "dion3/executor.py",
-        "                parameter.copy_(copy)\n",
-        "                pass\n",
+        "            parameter.copy_(copy)\n",
+        "            pass\n",
         "test_optimizer_layout.py::test_wrapper_subclasses_take_the_dense_detour",
     ),
     _m(
@@ -240,7 +240,7 @@ MUTANTS = [
     _m(
         "new plan for exchanged memory",
         "dion3/plan.py",
-        "            and [_memory(t) for t in self.watched] == self.memory\n",
+        "            and list(map(_pointer, self.watched)) == self.pointers\n",
         "",
         "test_optimizer_contract.py::test_the_plan_notices_exchanged_memory",
     ),

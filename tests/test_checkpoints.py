@@ -184,6 +184,25 @@ def test_group_values_are_restored(device):
     assert other.param_groups[2]["weight_decay"] == 0.0
 
 
+def test_several_groups_one_of_them_empty(device):
+    """Every key of every group survives, the scheduler's included."""
+    opts = []
+    for lr in (0.1, 0.7):
+        p, b = parameter(4, 6, device=device), parameter(3, device=device)
+        groups = [{"params": [p], "momentum": 0.5}, {"params": [], "fraction": 0.5}]
+        opt = dion3.Dion3([*groups, {"params": [b], "algorithm": "adamw"}], lr=lr)
+        opts.append((opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t)), [p, b]))
+    (first, schedule, params), (second, _, others) = opts
+    steps(first, params, [[torch.ones_like(p) for p in params]])
+    schedule.step()
+    second.load_state_dict(through_file(first.state_dict()))
+    for a, b in zip(first.param_groups, second.param_groups, strict=True):
+        assert {k: v for k, v in a.items() if k != "params"} == {
+            k: v for k, v in b.items() if k != "params"
+        }
+    steps(second, others, [[torch.ones_like(p) for p in others]])
+
+
 def test_a_learning_rate_tensor_stays_the_same_tensor(device):
     """A captured graph or a scheduler holds on to it; also after a load from the CPU."""
     lr = torch.tensor(0.25, device=device)

@@ -531,14 +531,15 @@ def test_restarts_hold_in_16_bits(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_tall_matrix_is_worked_on_from_its_short_side(device, dtype):
-    """Its update has the bits of the transposed one's, so the small Gram matrix was used."""
+    """Its update is the transposed one's, so the small Gram matrix was used: bit for bit on the CPU,
+    where both run as one; on a GPU to the rounding of one product."""
     wide = torch.nn.Parameter(torch.zeros(16, 48, device=device))
     tall = torch.nn.Parameter(torch.zeros(48, 16, device=device))
     g = matrix(16, 48, seed=1, decay=1.0, device=device)
     for p, grad in ((wide, g), (tall, g.mT.contiguous())):
         opt = dion3.Dion3([p], lr=1.0, fraction=1.0, ns_dtype=dtype, adjust_lr_fn="none")
         steps(opt, [p], [[grad]])
-    assert torch.equal(wide.detach(), tall.detach().mT)
+    assert relative(tall.detach().mT, wide.detach()) <= (0 if device.type == "cpu" else 1e-2)
 
 
 # ---- momentum ----
@@ -578,7 +579,7 @@ def test_accumulated_gradients_give_the_same_step(device):
     results = []
     for chunks in (8, 4):
         p = parameter(8, 12, device=device)
-        opt = dion3.Muon([p], lr=0.1)
+        opt = dion3.Muon([p], lr=0.1, ns_dtype=torch.float32)
         x = matrix(8, 12, seed=9, device=device)
         for part in x.chunk(chunks):
             (part @ p.T).square().sum().backward()

@@ -685,6 +685,26 @@ def test_nothing_is_held_between_steps():
     assert grown < state + 24 * 2**20  # the scratch memory alone is 64 MiB
 
 
+def test_an_error_inside_a_step_can_be_looked_at(device, monkeypatch):
+    """The tensors of its traceback still have memory, and the next step works."""
+    p = parameter(4, 6, device=device)
+    opt = dion3.Dion3([p])
+    p.grad = matrix(4, 6, seed=1, device=device)
+
+    def fails(*args):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dion3.executor.ops.neuron_", fails)
+        patch.setattr("dion3.executor.ops.update_", fails)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            opt.step()
+        (plan,) = opt._plans
+        assert "tensor" in repr([plan.score, plan.indices, plan.passes[0].gathered])
+    opt.step()
+    assert plan.workspace._storage.nbytes() == 0
+
+
 @pytest.mark.parametrize("flag", ["-O", "-OO"])
 def test_checks_do_not_depend_on_assert(flag):
     code = """

@@ -235,8 +235,9 @@ def test_strides_are_honoured(device, make, kind, grad_kind, flatten):
     address, strides = p.data_ptr(), p.stride()
     whole = torch.tensor([], device=device).set_(p.untyped_storage()).clone()
     grads = [matrix(*shape, seed=t, device=device) for t in range(3)]
-    run(make, [p], [[_strided(grad_kind, g)] for g in grads], flatten=flatten)
-    run(make, [q], [[g] for g in grads], flatten=flatten)
+    options = {"flatten": flatten, "ns_dtype": torch.float32}
+    run(make, [p], [[_strided(grad_kind, g)] for g in grads], **options)
+    run(make, [q], [[g] for g in grads], **options)
     assert (p.data_ptr(), p.stride()) == (address, strides)
     assert (p - q).abs().max() < 2e-6
     now = torch.tensor([], device=device).set_(p.untyped_storage())
