@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import layout, ops
+from .graph import StepGraph
 from .layout import ROWS, Piece
 from .plan import Bucket, DeviceWork, Item
 from .state import State, stochastic
@@ -32,14 +33,18 @@ from .workspace import Workspace
 class DevicePlan:
     """The argument lists of one device's part of a step, and the step itself."""
 
-    def __init__(self, device: torch.device, work: DeviceWork, state: State, seed: int) -> None:
+    def __init__(
+        self, device: torch.device, work: DeviceWork, state: State, seed: int, cuda_graph: bool
+    ) -> None:
         """Make the lists. `state` must be complete for every parameter that takes part."""
         self.device = device
+        self.graph = StepGraph() if cuda_graph and device.type == "cuda" else None
         self.work = work
         self.seed = seed
         self.workspace = Workspace(device)
         self.absent = torch.empty(0, device=device)
         self.staged: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept: list[Tensor] | None = None
         self.items = [item for bucket in work.buckets for item in bucket.items]
         self._list_momentum(state)
         self._list_weights(state)
@@ -139,14 +144,42 @@ class DevicePlan:
         for parameter, copy in self.staged.values():
             parameter.copy_(copy)
         # Not in a finally clause: whoever catches an error may look at the tensors of its traceback.
-        self.workspace.release()
+        if self.graph is None:
+            self.workspace.release()
+
+    def release_graph(self) -> None:
+        """Give back the graph and the memory it works in."""
+        if self.graph is not None:
+            self.graph.reset()
+            self.workspace.release()
 
     def _run_matrices(self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None) -> None:
         ops.momentum_(self.momentum, grads, hyper, self.group, self.axis, self.score, self.sumsq)
+        if self.graph is None or observed is not None:
+            seen = [g if n else self.absent for g, n in zip(grads, self.nesterov, strict=True)]
+            self._orthogonalize(seen, hyper, observed)
+            return
+        kept = self._keep(grads)
+        self.graph.run(lambda: self._orthogonalize(kept, hyper, None))
+        ops.written(self.weight)
+
+    def _keep(self, grads: list[Tensor]) -> list[Tensor]:
+        """Copies of the gradients that Newton-Schulz sees (nesterov), in memory that a graph may read."""
+        pairs = list(zip(grads, self.nesterov, strict=True))
+        if self.kept is None:
+            self.kept = [torch.empty_like(g) if n else self.absent for g, n in pairs]
+        if any(self.nesterov):
+            targets = [k for k, n in zip(self.kept, self.nesterov, strict=True) if n]
+            torch._foreach_copy_(targets, [g for g, n in pairs if n])
+        return self.kept
+
+    def _orthogonalize(
+        self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None
+    ) -> None:
+        """All of the step behind the gradients."""
         ops.select_(self.score, self.sumsq, self.indices, self.slots, self.norm, self.k)
-        seen = [g if n else self.absent for g, n in zip(grads, self.nesterov, strict=True)]
         for part in self.passes:
-            part.run(self, seen, hyper)
+            part.run(self, grads, hyper)
             if observed is not None:
                 observed.extend(part.observe(hyper))
 

@@ -22,7 +22,7 @@ class Muon(Dion3):
     rounded to nearest by default, as there; with bfloat16 weights and no float32 copy of them,
     `rounding="stochastic"` keeps weight decay and small updates from being rounded away.
 
-    Beyond torch.optim.Muon: stacks of matrices, heads and blocks, AdamW groups, `maximize`, and all
+    Beyond torch.optim.Muon: stacks of matrices, heads and blocks, AdamW groups, `maximize`, `cuda_graph`, and all
     other keyword arguments and group keys of `Dion3` that do not concern selection; see there.
     """
 
@@ -47,6 +47,7 @@ class Muon(Dion3):
         adamw_betas: Sequence[float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -68,6 +69,7 @@ class Muon(Dion3):
             adamw_betas=adamw_betas,
             adamw_eps=adamw_eps,
             maximize=maximize,
+            cuda_graph=cuda_graph,
         )
 
     def _momentum_rule(self) -> str:
@@ -104,6 +106,7 @@ class NorMuon(Dion3):
         adamw_betas: Sequence[float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -127,6 +130,7 @@ class NorMuon(Dion3):
             adamw_betas=adamw_betas,
             adamw_eps=adamw_eps,
             maximize=maximize,
+            cuda_graph=cuda_graph,
         )
 
     def _momentum_rule(self) -> str:

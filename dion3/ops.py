@@ -78,8 +78,8 @@ def is_native(name: str, device: torch.device | str) -> bool:
     )
 
 
-def _written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that parameters changed in place."""
+def written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that tensors changed in place."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
@@ -211,7 +211,7 @@ def update_(
         weight, update, slots, factor, hyper, group, axis, scale, step, seed, param_id,
         index_base, index_batch_stride, index_row_stride,
     )  # fmt: skip
-    _written(weight)
+    written(weight)
 
 
 def adamw_(
@@ -243,7 +243,7 @@ def adamw_(
     torch.ops.dion3.adamw_(
         param, grad, exp_avg, exp_avg_sq, step, hyper, group, stochastic, seed, param_id, index_base
     )
-    _written(param)
+    written(param)
 
 
 def newton_schulz_out(*args: Any) -> None:

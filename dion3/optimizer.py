@@ -40,8 +40,8 @@ class Dion3(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs, or group dicts. Matrices are 2-D, or stacks of
             matrices (3-D and higher); `dion3.param_groups(model)` makes the groups. A group may set
-            any argument below except `seed`, besides: `algorithm` ("dion3", or "adamw" for
-            parameters that are no hidden matrices; `use_muon` and `adamw_lr` are aliases),
+            any argument below except `seed` and `cuda_graph`, besides: `algorithm` ("dion3", or
+            "adamw" for parameters that are no hidden matrices; `use_muon` and `adamw_lr` are aliases),
             `num_heads` with `head_axis`, `split_sizes`, `flatten` (see `dion3.layout`). In an AdamW
             group `lr` is used as it is, `betas` and `eps` are AdamW's, and `weight_decay` defaults
             to 0.
@@ -73,6 +73,10 @@ class Dion3(Optimizer):
             that one tuned for Muon carries over.
         adamw_betas, adamw_eps: defaults of the AdamW groups.
         maximize: ascend.
+        cuda_graph: replay the step from a CUDA graph (see `dion3.graph`); without effect on the CPU.
+            Learning rate, weight decay and momentum stay live. Every parameter that requires a
+            gradient must have one. The scratch memory is then held between steps, and with nesterov
+            a copy of the gradients; `release_graphs` gives both back.
 
     Raises:
         ValueError: at construction and in `add_param_group`, for a wrong value, an unknown group
@@ -111,6 +115,7 @@ class Dion3(Optimizer):
         adamw_betas: Sequence[float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         values = (
             lr,
@@ -139,6 +144,7 @@ class Dion3(Optimizer):
             adamw_betas=adamw_betas,
             adamw_eps=adamw_eps,
             maximize=maximize,
+            cuda_graph=cuda_graph,
         )
         group_options(defaults, self._options)
         self._forget()
@@ -209,9 +215,16 @@ class Dion3(Optimizer):
             What `closure` returned, or None.
 
         Raises:
+<<<<<<< HEAD
             ValueError: a learning rate that is not finite, a group value or parameter that has
                 become invalid. Nothing has been changed then.
             RuntimeError: a sparse gradient. Nothing has been changed then.
+=======
+            ValueError: a learning rate that is not finite, a group value or parameter that has become
+                invalid. Nothing has been changed then.
+            RuntimeError: a sparse gradient; with `cuda_graph`, a missing one. Nothing has been changed
+                then.
+>>>>>>> graph
         """
         loss = None
         if closure is not None:
@@ -244,12 +257,37 @@ class Dion3(Optimizer):
     def _make_plan(self, grads: Sequence[Tensor | None]) -> None:
         checked = self._checked_options()
         present = [grad is not None for grad in grads]
+        if self._options.cuda_graph:
+            self._refuse_missing(present)
         self._ensure_state(checked, present)
         work = divide(self.param_groups, checked, present)
         seed = self._options.seed
-        self._plans = [DevicePlan(d, w, self.state, seed) for d, w in work.items()]
+        graph = self._options.cuda_graph
+        self.release_graphs()
+        self._plans = [DevicePlan(d, w, self.state, seed, graph) for d, w in work.items()]
         self._signature = Signature(self.param_groups, self.state, self._options, grads)
         self._counts["plans"] += 1
+
+    def _refuse_missing(self, present: Sequence[bool]) -> None:
+        """A parameter left out of the graph would stay frozen in silence."""
+        index, missing = 0, []
+        for number, group in enumerate(self.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.is_cuda and parameter.requires_grad and not present[index]:
+                    missing.append(_name(group.get("param_names"), position, number))
+                index += 1
+        if missing:
+            raise RuntimeError(
+                f"cuda_graph=True needs a gradient for every parameter that requires one; parameter "
+                f"{', '.join(missing)} has none: call requires_grad_(False) on what is not trained, "
+                "or use cuda_graph=False"
+            )
+
+    def release_graphs(self) -> None:
+        """Give back the CUDA graphs and their memory. The next step runs without one, the step after
+        it captures anew."""
+        for plan in self._plans:
+            plan.release_graph()
 
     def init_state(self) -> None:
         """Make the state of all parameters that require a gradient now, instead of at the first
@@ -271,8 +309,15 @@ class Dion3(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
+<<<<<<< HEAD
         self._signature = None
         self._plans = []
+=======
+        for plan in self.__dict__.get("_plans", ()):
+            plan.release_graph()
+        self._signature: Signature | None = None
+        self._plans: list[DevicePlan] = []
+>>>>>>> graph
         self._hyper = HyperTable(self._momentum_rule())
 
     # ---- pickling and checkpoints ----------------------------------------------------------------

@@ -252,6 +252,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "adamw_betas": _check_betas,
     "adamw_eps": lambda n, v: _at_least_zero(n, v, "adamw_eps"),
     "maximize": _flag,
+    "cuda_graph": _flag,
     "num_heads": _check_num_heads,
     "head_axis": _check_head_axis,
     "split_sizes": _check_split_sizes,
@@ -285,10 +286,12 @@ class Options:
     adamw_betas: tuple[float, float] = (0.9, 0.95)
     adamw_eps: float = 1e-8
     maximize: bool = False
+    cuda_graph: bool = False
 
 
 OPTION_KEYS = tuple(field.name for field in fields(Options))
-GROUP_OPTION_KEYS = tuple(key for key in OPTION_KEYS if key not in ("seed", "adamw_eps"))
+_WHOLE_OPTIMIZER = ("seed", "adamw_eps", "cuda_graph")
+GROUP_OPTION_KEYS = tuple(key for key in OPTION_KEYS if key not in _WHOLE_OPTIMIZER)
 _KNOWN_KEYS = frozenset(
     ("params", "param_names", "name", "algorithm", *MUON_KEYS, *GROUP_OPTION_KEYS)
     + LAYOUT_KEYS

@@ -50,8 +50,9 @@ class Workspace:
         self._top = mark
 
     def acquire(self) -> None:
-        """Give the views memory. Its content is undefined."""
-        self._storage.resize_(self.size)
+        """Give the views memory, unless they have it. Its content is undefined."""
+        if self._storage.nbytes() != self.size:
+            self._storage.resize_(self.size)
 
     def release(self) -> None:
         """Give the memory back (on CUDA to the caching allocator, in the order of the stream)."""
