@@ -215,16 +215,10 @@ class Dion3(Optimizer):
             What `closure` returned, or None.
 
         Raises:
-<<<<<<< HEAD
             ValueError: a learning rate that is not finite, a group value or parameter that has
                 become invalid. Nothing has been changed then.
-            RuntimeError: a sparse gradient. Nothing has been changed then.
-=======
-            ValueError: a learning rate that is not finite, a group value or parameter that has become
-                invalid. Nothing has been changed then.
-            RuntimeError: a sparse gradient; with `cuda_graph`, a missing one. Nothing has been changed
-                then.
->>>>>>> graph
+            RuntimeError: a sparse gradient; with `cuda_graph`, a missing one. Nothing has been
+                changed then.
         """
         loss = None
         if closure is not None:
@@ -309,15 +303,10 @@ class Dion3(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
-<<<<<<< HEAD
-        self._signature = None
-        self._plans = []
-=======
         for plan in self.__dict__.get("_plans", ()):
             plan.release_graph()
-        self._signature: Signature | None = None
-        self._plans: list[DevicePlan] = []
->>>>>>> graph
+        self._signature = None
+        self._plans = []
         self._hyper = HyperTable(self._momentum_rule())
 
     # ---- pickling and checkpoints ----------------------------------------------------------------
