@@ -3,8 +3,7 @@
     python -m benchmarks.bench_gemm [--quick] [--out FOLDER]
 
 Rows: symmetric product alpha A B (+ beta C), X X^T, Q X, Q X + a X. `ratio` is our time over
-cuBLAS's full product without C, the figure the bars are written in; `floor` is the ideal ratio of
-the triangle (or 1).
+cuBLAS's full product without C, the figure the bars are written in.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_step [--models 1B 7B 14B] [--quick] [--out FOLDER]
 
 A layer is two d x d matrices, two kv x d, two ff x d and one d x ff. Rows: fused AdamW,
-torch.optim.Muon, ours at f = 1, 1/2, 1/4, 1/8. GPU time by CUDA events around step() in rotation,
+torch.optim.Muon, ours at f = 1, 1/2, 1/4, 1/8, eager and replayed from a CUDA graph. GPU time by CUDA events around step() in rotation,
 host time by a clock around the call, memory as the peak beyond what was allocated before.
 """
 
@@ -55,17 +55,23 @@ def parameters(model: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
 def optimizers(momentum: torch.dtype) -> dict[str, Callable[[list], torch.optim.Optimizer]]:
     """The constructors of every row."""
 
-    def ours(fraction: float) -> Callable[[list], torch.optim.Optimizer]:
-        return lambda p: dion3.Dion3(p, lr=1e-3, fraction=fraction, momentum_dtype=momentum)
+    def ours(fraction: float, graph: bool) -> Callable[[list], torch.optim.Optimizer]:
+        return lambda p: dion3.Dion3(
+            p, lr=1e-3, fraction=fraction, momentum_dtype=momentum, cuda_graph=graph
+        )
 
-    return {
+    rows: dict[str, Callable[[list], torch.optim.Optimizer]] = {
         "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-        "dion3.Muon": lambda p: dion3.Muon(p, lr=1e-3, momentum_dtype=momentum),
-        "Dion3 f=1": ours(1.0),
-        "Dion3 f=1/2": ours(0.5),
-        "Dion3 f=1/4": ours(0.25),
-        "Dion3 f=1/8": ours(0.125),
+        "AdamW ours": lambda p: dion3.Dion3(
+            [{"params": p, "algorithm": "adamw"}], lr=1e-3, rounding="nearest"
+        ),
+        "Muon": lambda p: dion3.Muon(p, lr=1e-3, momentum_dtype=momentum),
+        "Muon graph": lambda p: dion3.Muon(p, lr=1e-3, momentum_dtype=momentum, cuda_graph=True),
     }
+    for label, fraction in (("1", 1.0), ("1/2", 0.5), ("1/4", 0.25), ("1/8", 0.125)):
+        rows[f"f={label}"] = ours(fraction, False)
+        rows[f"f={label} graph"] = ours(fraction, True)
+    return rows
 
 
 def _host_ms(step: Callable[[], object]) -> float:
@@ -95,6 +101,9 @@ def one(table: Table, model: str, momentum: torch.dtype, rounds: int, with_muon:
         optimizer.step()
         torch.cuda.synchronize()
         first[name] = time.perf_counter() - start
+        for _ in range(2):  # the second step captures the graph
+            optimizer.step()
+        torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
