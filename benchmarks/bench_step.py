@@ -63,7 +63,10 @@ def optimizers(momentum: torch.dtype) -> dict[str, Callable[[list], torch.optim.
     rows: dict[str, Callable[[list], torch.optim.Optimizer]] = {
         "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
         "AdamW ours": lambda p: dion3.Dion3(
-            [{"params": p, "algorithm": "adamw"}], lr=1e-3, rounding="nearest"
+            [{"params": p, "algorithm": "adamw"}],
+            lr=1e-3,
+            rounding="nearest",
+            momentum_dtype=momentum,
         ),
         "Muon": lambda p: dion3.Muon(p, lr=1e-3, momentum_dtype=momentum),
         "Muon graph": lambda p: dion3.Muon(p, lr=1e-3, momentum_dtype=momentum, cuda_graph=True),

@@ -1,10 +1,10 @@
 """The one place that times: interleaved medians on the GPU, a header, an aligned table, a CSV.
 
 Every ratio is taken in one process on the same buffers. The functions under comparison are called
-in rotation (a, b, c, a, b, c, ...), so that clocks and temperature drift alike for all; each call
-is timed by a pair of CUDA events; the median and the quartiles over the rounds are reported.
-Where launches would dominate (`graph=True`) a function is captured `inner` times in one CUDA
-graph and the replay is timed.
+in rotation, each round in another order, so that clocks, temperature and the load before are alike
+for all; each call is timed by a pair of CUDA events; the median and the quartiles over the rounds
+are reported. Where launches would dominate (`graph=True`) a function is captured `inner` times in
+one CUDA graph and the replay is timed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import datetime
 import pathlib
+import random
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -119,8 +120,10 @@ def rotate(
     for call, _ in calls.values():
         call()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {k: [] for k in calls}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, (call, _) in calls.items():
+        for name in order.sample(list(calls), len(calls)):
+            call = calls[name][0]
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()

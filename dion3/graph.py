@@ -63,6 +63,7 @@ class StepGraph:
         except Exception as error:
             self._failed = True
             del graph
+            _end_generator_capture()
             torch.cuda.empty_cache()
             warnings.warn(
                 f"cuda_graph=True: the step could not be captured ({error}); it runs without a graph",
@@ -70,3 +71,10 @@ class StepGraph:
             )
         else:
             self._graph = graph
+
+
+def _end_generator_capture() -> None:
+    """Put torch's random number generator right after a failed capture: it still believes that one is
+    going on, and only a capture that ends well tells it otherwise."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")

@@ -66,7 +66,8 @@ class Dion3(Optimizer):
         restarts: iterations after which Gram Newton-Schulz starts anew; "auto" finds them.
         ns_dtype: arithmetic of Newton-Schulz: torch.float16, torch.bfloat16, torch.float32. None is
             float16 on CUDA, and float32 on CPU, where 16 bits would be emulated.
-        momentum_dtype: of the momentum buffers.
+        momentum_dtype: of the momentum buffers, and of AdamW's averages (these in float32 where it is
+            float16).
         rounding: of the weights: "auto" is stochastic for 16-bit weights and nearest for float32.
         seed: of stochastic rounding, which depends on (seed, step, parameter, element) only.
         lr_transfer: multiply the matrices' learning rate (not the decay) by 1 / sqrt(fraction), so

@@ -2,7 +2,8 @@
 
   momentum_buffer       the parameter's shape, `momentum_dtype` (float32 by default)
   neuron_second_moment  float32, one number per output row of each matrix, with neuron_norm
-  exp_avg, exp_avg_sq   float32, AdamW parameters
+  exp_avg, exp_avg_sq   AdamW parameters: `momentum_dtype`, but float32 where that is float16, whose
+                        range is too small for squares
   step                  0-d float32 on the parameter's device: AdamW parameters, and matrices whose
                         weights are rounded stochastically
 
@@ -41,9 +42,11 @@ def state_spec(parameter: Tensor, options: GroupOptions) -> Spec:
     """Key -> (shape, dtype) of everything the optimizer keeps for one parameter."""
     shape = tuple(parameter.shape)
     if options.algorithm == "adamw":
+        half = options.momentum_dtype == torch.float16
+        dtype = torch.float32 if half else options.momentum_dtype
         return {
-            "exp_avg": (shape, torch.float32),
-            "exp_avg_sq": (shape, torch.float32),
+            "exp_avg": (shape, dtype),
+            "exp_avg_sq": (shape, dtype),
             "step": ((), torch.float32),
         }
     spec: Spec = {"momentum_buffer": (shape, options.momentum_dtype)}
@@ -83,10 +86,10 @@ def convert_state(
     """A state tensor with the spec's dtype and the parameter's device and strides: `value` itself
     if it is one already, else a copy. `value` may be a plain number where the spec is 0-d.
 
-    A momentum buffer keeps the dtype it has, whatever `momentum_dtype` says: loading never loses
-    bits. The others are float32, which holds all that they may come from.
+    Momentum and AdamW's averages keep the dtype they have, whatever `momentum_dtype` says: loading
+    never loses bits. The others are float32, which holds all that they may come from.
     """
-    if key == "momentum_buffer" and value.dtype in MOMENTUM_DTYPES:
+    if key in ("momentum_buffer", "exp_avg", "exp_avg_sq") and value.dtype in MOMENTUM_DTYPES:
         dtype = value.dtype
     if isinstance(value, Tensor):
         strides = state_strides(parameter, options, shape)

@@ -608,6 +608,36 @@ def test_adamw_groups_equal_torchs(device, amsgrad_free, maximize, dtype):
     assert ours.state[p]["step"].item() == 20
 
 
+def test_adamw_averages_in_bfloat16(device):
+    """momentum_dtype is theirs too, and the error stays within twice that of torch's bf16 AdamW."""
+    kwargs = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    start = matrix(30, 40, dtype=torch.bfloat16, device=device)
+    params = [
+        torch.nn.Parameter(start.to(d)) for d in (torch.bfloat16, torch.bfloat16, torch.float64)
+    ]
+    ours = dion3.Dion3(
+        [{"params": [params[0]], "algorithm": "adamw", **kwargs}],
+        momentum_dtype=torch.bfloat16,
+        rounding="nearest",
+    )
+    optimizers = [ours, *(torch.optim.AdamW([p], **kwargs) for p in params[1:])]
+    for t in range(20):
+        g = matrix(30, 40, seed=t, dtype=torch.bfloat16, device=device)
+        for p, optimizer in zip(params, optimizers, strict=True):
+            steps(optimizer, [p], [[g.to(p.dtype)]])
+    entry = ours.state[params[0]]
+    assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == torch.bfloat16
+    error, usual = ((p.double() - params[2]).norm().item() for p in params[:2])
+    assert 0 < error <= 2 * usual
+    ours.load_state_dict(ours.state_dict())
+    assert ours.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
+    half = dion3.Dion3(
+        [{"params": [params[0]], "algorithm": "adamw"}], momentum_dtype=torch.float16
+    )
+    half.init_state()
+    assert half.state[params[0]]["exp_avg_sq"].dtype == torch.float32
+
+
 def test_adamw_uses_its_learning_rate_verbatim(device):
     """Neither lr_transfer nor a shape factor, and no decay unless asked for."""
     p = torch.nn.Parameter(torch.ones(64, 4, device=device))
