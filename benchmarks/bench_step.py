@@ -3,8 +3,9 @@
     python -m benchmarks.bench_step [--models 1B 7B 14B] [--quick] [--out FOLDER]
 
 A layer is two d x d matrices, two kv x d, two ff x d and one d x ff. Rows: fused AdamW,
-torch.optim.Muon, ours at f = 1, 1/2, 1/4, 1/8, eager and replayed from a CUDA graph. GPU time by CUDA events around step() in rotation,
-host time by a clock around the call, memory as the peak beyond what was allocated before.
+torch.optim.Muon, ours at f = 1, 1/2, 1/4, 1/8, eager and replayed from a CUDA graph. GPU time by
+CUDA events around step() in rotation, host time by a clock around the call, memory as the peak
+beyond what was allocated before.
 """
 
 from __future__ import annotations
