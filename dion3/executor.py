@@ -49,7 +49,7 @@ class DevicePlan:
         self._list_momentum(state)
         self._list_weights(state)
         self.adamw = AdamWLists(self, state) if work.others else None
-        self.steps = _unique([*self.step, *(self.adamw.step if self.adamw else [])])
+        self.steps = _unique(self.step)
         mark = self.workspace.mark()
         self.passes: list[Pass] = []
         start = 0
@@ -129,8 +129,6 @@ class DevicePlan:
         self.workspace.acquire()
         for parameter, copy in self.staged.values():
             copy.copy_(parameter)
-        if self.steps:
-            torch._foreach_add_(self.steps, 1.0)
         if self.items:
             pieces = [
                 grad
@@ -177,6 +175,8 @@ class DevicePlan:
         self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None
     ) -> None:
         """All of the step behind the gradients."""
+        if self.steps:
+            torch._foreach_add_(self.steps, 1.0)
         ops.select_(self.score, self.sumsq, self.indices, self.slots, self.norm, self.k)
         for part in self.passes:
             part.run(self, grads, hyper)
@@ -347,6 +347,7 @@ class AdamWLists:
 
     def run(self, grads: Sequence[Tensor | None], hyper: Tensor) -> None:
         """One AdamW step of all of them."""
+        torch._foreach_add_(self.step, 1.0)
         flat = []
         for index, order in zip(self.index, self.order, strict=True):
             flat.append(dense(grads[index]).permute(order).reshape(-1))

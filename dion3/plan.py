@@ -36,7 +36,7 @@ from .options import GroupOptions, Options, plan_values
 from .restarts import auto_restarts
 from .state import State
 
-WORKSPACE_LIMIT = 512 * 2**20
+WORKSPACE_LIMIT = 2 * 2**30
 """The most bytes of Newton-Schulz input and output in one pass, unless one matrix needs more."""
 
 Groups = Sequence[Mapping[str, Any]]
