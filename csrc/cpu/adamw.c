@@ -25,8 +25,8 @@ D3_CLONES static void adamw_range(const dion3_adamw_item* it, int64_t first, int
         d3_block_store(m, it->exp_avg, it->state_dtype, at, 1, n);
         d3_block_store(v, it->exp_avg_sq, it->state_dtype, at, 1, n);
         if (it->stochastic) {
-            d3_block_store_stochastic(w, it->param, it->param_dtype, at, 1, n, it->seed, step,
-                                      it->param_id, it->index_base + at);
+            d3_block_store_stochastic(w, it->param, it->param_dtype, at, 1, n, it->seed, step, it->param_id,
+                                      it->index_base + at);
         } else {
             d3_block_store(w, it->param, it->param_dtype, at, 1, n);
         }
@@ -35,9 +35,11 @@ D3_CLONES static void adamw_range(const dion3_adamw_item* it, int64_t first, int
 
 dion3_status dion3_adamw_cpu(const dion3_adamw_item* items, int64_t count) {
     D3_TRY(d3_check_adamw(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].count;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
-        D3_OMP(for schedule(dynamic) nowait)
+        D3_FOR
         for (int64_t at = 0; at < items[i].count; at += D3_TASK_ELEMENTS) {
             adamw_range(&items[i], at, d3_min(at + D3_TASK_ELEMENTS, items[i].count));
         }

@@ -48,8 +48,7 @@ D3_INLINE void gather_piece(const dion3_gather_item* it, int64_t b, int64_t row,
         }
         for (int64_t j = 0; j < n; ++j) x[j] = d3_mul(d3_nesterov(nu, m[j], gain, x[j]), scale);
     }
-    d3_block_store(x, it->out.data, it->out.dtype, d3_offset(&it->out, b, row, col), it->out.col_stride,
-                   n);
+    d3_block_store(x, it->out.data, it->out.dtype, d3_offset(&it->out, b, row, col), it->out.col_stride, n);
     if (feedback == 1.0f) return;
     for (int64_t j = 0; j < n; ++j) m[j] = d3_mul(feedback, m[j]);
     if (columns) {
@@ -92,14 +91,19 @@ static dion3_status check_values(const dion3_gather_item* items, int64_t count) 
 dion3_status dion3_gather_cpu(const dion3_gather_item* items, int64_t count) {
     D3_TRY(d3_check_gather(items, count));
     D3_TRY(check_values(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t length = items[i].axis == DION3_ROWS ? items[i].cols : items[i].rows;
+        elements += items[i].batch * items[i].k * length;
+    }
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const dion3_gather_item* it = &items[i];
         const int64_t rows = it->axis == DION3_ROWS ? it->k : it->rows;
         const int64_t cols = it->axis == DION3_ROWS ? it->cols : it->k;
         const int64_t total = cols ? it->batch * rows : 0;
         const int64_t chunk = d3_task_rows(cols);
-        D3_OMP(for schedule(dynamic) nowait)
+        D3_FOR
         for (int64_t first = 0; first < total; first += chunk) {
             gather_rows(it, rows, cols, first, d3_min(first + chunk, total));
         }

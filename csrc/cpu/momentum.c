@@ -19,8 +19,7 @@ D3_INLINE const float* momentum_piece(const dion3_momentum_item* it, int64_t b, 
     const float nu = it->hyper[DION3_HYPER_NESTEROV];
     const int64_t offset = d3_offset(&it->momentum, b, i, col);
     d3_block_load(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
-    d3_block_load(g, it->grad.data, it->grad.dtype, d3_offset(&it->grad, b, i, col),
-                  it->grad.col_stride, n);
+    d3_block_load(g, it->grad.data, it->grad.dtype, d3_offset(&it->grad, b, i, col), it->grad.col_stride, n);
     for (int64_t j = 0; j < n; ++j) m[j] = d3_momentum(keep, m[j], gain, g[j]);
     d3_block_store(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
     if (!it->score && !it->sumsq) return m;
@@ -62,8 +61,7 @@ D3_CLONES static void momentum_rows(const dion3_momentum_item* it, int64_t first
 }
 
 /* Columns col .. col + n - 1 of matrix b, with sums per column. */
-D3_CLONES static void momentum_columns(const dion3_momentum_item* it, int64_t b, int64_t col,
-                                       int64_t n) {
+D3_CLONES static void momentum_columns(const dion3_momentum_item* it, int64_t b, int64_t col, int64_t n) {
     float m[D3_BLOCK];
     float x[D3_BLOCK];
     double score[D3_BLOCK] = {0};
@@ -89,20 +87,22 @@ dion3_status dion3_momentum_cpu(const dion3_momentum_item* items, int64_t count)
     for (int64_t i = 0; i < count; ++i) {
         if (items[i].rows == 0 || items[i].cols == 0) clear_sums(&items[i]);
     }
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const dion3_momentum_item* it = &items[i];
         const int64_t rows = it->cols ? it->batch * it->rows : 0;
         if (it->axis == DION3_COLS && (it->score || it->sumsq)) {
             const int64_t pieces = it->rows ? d3_ceil_div(it->cols, D3_BLOCK) : 0;
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t t = 0; t < it->batch * pieces; ++t) {
                 const int64_t col = t % pieces * D3_BLOCK;
                 momentum_columns(it, t / pieces, col, d3_min(D3_BLOCK, it->cols - col));
             }
         } else {
             const int64_t chunk = d3_task_rows(it->cols);
-            D3_OMP(for schedule(dynamic) nowait)
+            D3_FOR
             for (int64_t first = 0; first < rows; first += chunk) {
                 momentum_rows(it, first, d3_min(first + chunk, rows));
             }

@@ -62,10 +62,12 @@ static void select_matrix(const dion3_select_item* it, int64_t b) {
 
 dion3_status dion3_select_cpu(const dion3_select_item* items, int64_t count) {
     D3_TRY(d3_check_select(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].n;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const int64_t batch = items[i].n ? items[i].batch : 0;
-        D3_OMP(for schedule(dynamic) nowait)
+        D3_FOR
         for (int64_t b = 0; b < batch; ++b) select_matrix(&items[i], b);
     }
     return DION3_OK;

@@ -30,8 +30,8 @@ D3_INLINE void load_columns(float* restrict o, const dion3_update_item* it, cons
 }
 
 /* One piece: columns col .. col + n - 1 of row i of matrix b. */
-D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64_t b, int64_t i,
-                            int64_t col, int64_t n) {
+D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64_t b, int64_t i, int64_t col,
+                            int64_t n) {
     float w[D3_BLOCK];
     float o[D3_BLOCK];
     const int by_rows = it->axis == DION3_ROWS;
@@ -59,10 +59,9 @@ D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64
         }
     }
     if (it->step) {
-        const int64_t index =
-            it->index_base + b * it->index_batch_stride + i * it->index_row_stride + col;
-        d3_block_store_stochastic(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride,
-                                  n, it->seed, s->step, it->param_id, index);
+        const int64_t index = it->index_base + b * it->index_batch_stride + i * it->index_row_stride + col;
+        d3_block_store_stochastic(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride, n,
+                                  it->seed, s->step, it->param_id, index);
     } else {
         d3_block_store(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride, n);
     }
@@ -97,12 +96,14 @@ static dion3_status check_slots(const dion3_update_item* items, int64_t count) {
 dion3_status dion3_update_cpu(const dion3_update_item* items, int64_t count) {
     D3_TRY(d3_check_update(items, count));
     D3_TRY(check_slots(items, count));
-    D3_OMP(parallel)
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
+    D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const dion3_update_item* it = &items[i];
         const int64_t rows = it->cols ? it->batch * it->rows : 0;
         const int64_t chunk = d3_task_rows(it->cols);
-        D3_OMP(for schedule(dynamic) nowait)
+        D3_FOR
         for (int64_t first = 0; first < rows; first += chunk) {
             update_rows(it, first, d3_min(first + chunk, rows));
         }

@@ -1,0 +1,168 @@
+"""The one place that times: interleaved medians on the GPU, a header, an aligned table, a CSV.
+
+Every ratio is taken in one process on the same buffers. The functions under comparison are called
+in rotation (a, b, c, a, b, c, ...), so that clocks and temperature drift alike for all; each call
+is timed by a pair of CUDA events; the median and the quartiles over the rounds are reported.
+Where launches would dominate (`graph=True`) a function is captured `inner` times in one CUDA
+graph and the replay is timed.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import pathlib
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median and the quartiles around it, over `rounds` calls."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    def ratio(self, other: Timing) -> float:
+        """This time over the other's."""
+        return self.median / other.median
+
+
+def _git_commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _nvidia_smi(query: str) -> str:
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return out.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def header(title: str, commit: str | None = None) -> dict[str, str]:
+    """Facts about the machine that every result carries; printed and returned."""
+    facts = {
+        "title": title,
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _nvidia_smi("driver_version"),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "commit": commit or _git_commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    print(" | ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
+    return facts
+
+
+def clocks() -> str:
+    """SM clock, memory clock and power draw right now."""
+    return _nvidia_smi("clocks.sm,clocks.mem,power.draw")
+
+
+def _timing(samples: list[float]) -> Timing:
+    ordered = sorted(samples)
+    quarter = len(ordered) // 4
+    return Timing(statistics.median(ordered), ordered[quarter], ordered[-1 - quarter], len(ordered))
+
+
+def captured(function: Callable[[], object], inner: int) -> Callable[[], None]:
+    """A replay of `inner` calls of the function in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            function()
+    return graph.replay
+
+
+def rotate(
+    functions: dict[str, Callable[[], object]],
+    rounds: int = 30,
+    graph: bool = False,
+    inner: int = 10,
+    eager: tuple[str, ...] = (),
+) -> dict[str, Timing]:
+    """Time the functions in rotation; `eager` names those that are never captured in a graph."""
+    calls: dict[str, tuple[Callable[[], object], int]] = {}
+    for name, function in functions.items():
+        function()
+        use_graph = graph and name not in eager
+        calls[name] = (captured(function, inner), inner) if use_graph else (function, 1)
+    torch.cuda.synchronize()
+    for call, _ in calls.values():
+        call()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {k: [] for k in calls}
+    for _ in range(rounds):
+        for name, (call, _) in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {
+        name: _timing([a.elapsed_time(b) / calls[name][1] for a, b in pairs])
+        for name, pairs in events.items()
+    }
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the exact value, in float64."""
+    exact = exact.double()
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+class Table:
+    """Rows of one benchmark: printed aligned as they come, appended to results/<gpu>_<name>.csv."""
+
+    def __init__(self, name: str, facts: dict[str, str], columns: list[str]) -> None:
+        """Print the column names; `facts` is what `header` returned."""
+        self.name, self.facts, self.columns = name, facts, columns
+        self.rows: list[list[str]] = []
+        print(" | ".join(f"{c:>14}" for c in columns), flush=True)
+
+    def add(self, *cells: object) -> None:
+        """One row; floats are printed with four significant digits."""
+        row = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
+        self.rows.append(row)
+        print(" | ".join(f"{c:>14}" for c in row), flush=True)
+
+    def save(self, folder: str | None = None) -> pathlib.Path:
+        """Write the CSV with the facts in its first line; the path is returned."""
+        target = pathlib.Path(folder) if folder else RESULTS
+        target.mkdir(parents=True, exist_ok=True)
+        gpu = self.facts["gpu"].lower().replace("nvidia ", "").replace(" ", "_")
+        path = target / f"{gpu}_{self.name}.csv"
+        with path.open("w", newline="") as file:
+            file.write("# " + "; ".join(f"{k}: {v}" for k, v in self.facts.items()) + "\n")
+            writer = csv.writer(file)
+            writer.writerow(self.columns)
+            writer.writerows(self.rows)
+        return path

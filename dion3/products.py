@@ -1,0 +1,228 @@
+"""Batched matrix products in plain PyTorch, with the rounding points of the GPU kernels.
+
+One stage of a program (dion3.program) is computed in one of three ways:
+
+    exact    float32 or float64 throughout: torch.baddbmm, nothing else. The default on a CPU.
+    rounded  float16 or bfloat16 by the book: operands hold 16-bit values, product, added terms and sum
+             are fp32, one rounding to 16 bits follows, the lower triangle is mirrored. On any device.
+    native   torch.baddbmm on 16-bit tensors. With bf16 instructions oneDNN rounds where `rounded` does
+             and is several times faster, so it is what a CPU uses for bfloat16; on a GPU it is cuBLAS.
+
+A matrix's result must not depend on the batch around it. The BLAS libraries under torch keep that
+promise (as the tests see) unless a batch has fewer matrices than there are threads: then threads share a
+matrix, and its sums are split in a way that depends on both numbers. one_thread_per_matrix() rules that
+out, at the price that a lone matrix uses one core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .program import RECTANGLES, SQUARES, Stage
+
+__all__ = [
+    "EXACT",
+    "NATIVE",
+    "ROUNDED",
+    "mirror_lower",
+    "native_bf16",
+    "one_thread_per_matrix",
+    "product",
+    "run_program",
+    "workspace_bytes",
+]
+
+EXACT, ROUNDED, NATIVE = "exact", "rounded", "native"
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Whether torch.baddbmm on bfloat16 tensors of this device is a CPU's bf16 instructions."""
+    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextlib.contextmanager
+def one_thread_per_matrix(batch: int, device: torch.device) -> Iterator[None]:
+    """Within it, the threads of a CPU never share a matrix of a batch of `batch` matrices."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    if batch >= threads:
+        yield
+        return
+    torch.set_num_threads(max(batch, 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def keep_fp32_operands(device: torch.device) -> Iterator[None]:
+    """Within it, oneDNN does not shorten fp32 operands, whatever set_float32_matmul_precision said."""
+    flags: Any = torch.backends.mkldnn
+    flags = flags.matmul
+    before = flags.fp32_precision
+    if device.type != "cpu" or before in ("none", "ieee"):
+        yield
+        return
+    flags.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        flags.fp32_precision = before
+
+
+_masks: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def mirror_lower(d: Tensor, out: Tensor | None = None) -> Tensor:
+    """d (..., n, n) with its upper triangle replaced by the mirror image of the lower one."""
+    key = (d.size(-1), d.device)
+    lower = _masks.get(key)
+    if lower is None:
+        if len(_masks) >= 16:
+            _masks.clear()
+        lower = torch.ones(key[0], key[0], dtype=torch.bool, device=d.device).tril_()
+        _masks[key] = lower
+    return torch.where(lower, d, d.mT, out=out)
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    *,
+    alpha: float = 1.0,
+    add: Tensor | None = None,
+    beta: float = 0.0,
+    add2: Tensor | None = None,
+    gamma: float = 0.0,
+    delta: float = 0.0,
+    symmetric: bool = False,
+    round_to: torch.dtype | None = None,
+) -> Tensor:
+    """out <- alpha * left @ right + beta * add + gamma * add2 + delta * I over a batch.
+
+    Args:
+        left, right, out: (batch, m, k), (batch, k, n), (batch, m, n), one dtype; out may be add.
+        add, add2: (batch, m, n) or None, left out of the sum when its factor is 0 as well.
+        symmetric: mirror the lower triangle of the result.
+        round_to: 16-bit dtype that the fp32 result is rounded to, once; out stays fp32.
+    """
+    if add is not None and beta != 0.0:
+        torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+    elif alpha == 1.0:
+        torch.bmm(left, right, out=out)
+    else:
+        torch.baddbmm(out, left, right, beta=0.0, alpha=alpha, out=out)
+    if add2 is not None and gamma != 0.0:
+        out.add_(add2, alpha=gamma)
+    if delta != 0.0:
+        out.diagonal(dim1=-2, dim2=-1).add_(delta)
+    if round_to is not None:
+        rounded = out.to(round_to)
+        out.copy_(mirror_lower(rounded) if symmetric else rounded)
+    elif symmetric:
+        out.copy_(mirror_lower(out))
+    return out
+
+
+def run_program(
+    program: tuple[Stage, ...],
+    x: Tensor,
+    *,
+    mode: str,
+    dtype: torch.dtype,
+    tall: bool = False,
+    overwrite: bool = False,
+    result: Tensor | None = None,
+) -> Tensor:
+    """Run a program on a batch that is already divided by its norms.
+
+    Args:
+        program: of dion3.program.build_program.
+        x: (batch, n, m), n <= m, or (batch, m, n) if tall; in the storage dtype of the mode: dtype
+            itself for exact and native, float32 holding dtype values for rounded.
+        mode: EXACT, ROUNDED or NATIVE.
+        dtype: the compute dtype.
+        tall: x is given transposed (EXACT only).
+        overwrite: x may serve as a buffer.
+        result: where the last stage goes, shape and dtype of x, or None for a buffer of our own.
+
+    Returns:
+        The result, shape and dtype of x.
+    """
+    round_to = dtype if mode == ROUNDED else None
+    buffers = {RECTANGLES[0]: x}
+    last = len(program) - 1
+    for index, stage in enumerate(program):
+        left, right = buffers[stage.left], buffers[stage.right]
+        if stage.kind == "gram":
+            left, right = (left.mT, left) if tall else (left, left.mT)
+        elif stage.kind == "general" and tall:
+            left, right = right, left.mT
+        out = buffers.get(stage.out)
+        if index == last and result is not None:
+            out = result
+        elif out is None or (out is x and not overwrite):
+            out = x.new_empty(x.size(0), left.size(1), right.size(2))
+        add = buffers[stage.add] if stage.add is not None else None
+        add2 = buffers[stage.add2] if stage.add2 is not None else None
+        if mode == NATIVE and add2 is not None:
+            _native_sum(stage, left, right, out, add, add2)
+        else:
+            product(
+                left,
+                right,
+                out,
+                alpha=stage.alpha,
+                add=add,
+                beta=stage.beta,
+                add2=add2,
+                gamma=stage.gamma,
+                delta=stage.delta,
+                symmetric=_needs_mirror(stage, mode),
+                round_to=round_to,
+            )
+        buffers[stage.out] = out
+    return buffers[program[-1].out]
+
+
+def _needs_mirror(stage: Stage, mode: str) -> bool:
+    """Rounded mirrors every n x n product, as the kernels do. Exact never needs it: its asymmetry is of
+    the size of fp32 rounding. Native needs it where left @ right is not symmetric term by term."""
+    if stage.kind != "symmetric" or mode == EXACT:
+        return stage.kind == "gram" and mode == ROUNDED
+    return mode == ROUNDED or stage.left != stage.right
+
+
+def _native_sum(
+    stage: Stage, left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, add2: Tensor
+) -> None:
+    """A stage with two added matrices and 16-bit buffers: no 16-bit call sums them before it rounds."""
+    wide = torch.empty_like(out, dtype=torch.float32)
+    product(
+        left.float(),
+        right.float(),
+        wide,
+        alpha=stage.alpha,
+        add=None if add is None else add.float(),
+        beta=stage.beta,
+        add2=add2.float(),
+        gamma=stage.gamma,
+        delta=stage.delta,
+        symmetric=True,
+    )
+    out.copy_(wide)
+
+
+def workspace_bytes(n: int, m: int, mode: str, dtype: torch.dtype) -> int:
+    """Bytes of buffers that run_program and its caller keep for one n x m matrix, at most."""
+    size = 4 if mode == ROUNDED else dtype.itemsize
+    # The rounded copies and the fp32 sums of the other modes come to two squares more.
+    return size * (len(SQUARES) * n * n + len(RECTANGLES) * n * m) + (
+        0 if mode == EXACT else 12 * n * n
+    )
