@@ -50,10 +50,8 @@ typedef struct d3_group {
  * Asynchronous, no allocation, capturable. Returns DION3_ERR_UNSUPPORTED, with text and
  * before anything was launched, for what these kernels cannot address: copy to aligned
  * workspace, or use the other ones. */
-dion3_status d3_gemm_sm90(const d3_group* groups, int64_t count, int symmetric,
-                          dion3_stream stream);
-dion3_status d3_gemm_generic(const d3_group* groups, int64_t count, int symmetric,
-                             dion3_stream stream);
+dion3_status d3_gemm_sm90(const d3_group* groups, int64_t count, int symmetric, dion3_stream stream);
+dion3_status d3_gemm_generic(const d3_group* groups, int64_t count, int symmetric, dion3_stream stream);
 
 /* Whether d3_gemm_sm90 takes this group on a card of compute capability 9.0, by shapes, strides,
  * dtypes and addresses alone (no CUDA call): DION3_OK, or the status and the text that

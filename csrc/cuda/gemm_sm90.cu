@@ -22,15 +22,13 @@ struct sm90_view {
 };
 
 /* The view whose contiguous dimension is the columns, or the rows. */
-static sm90_view view_of(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols,
-                         bool rows_inner) {
+static sm90_view view_of(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols, bool rows_inner) {
     const sm90_view by_row = {t->data, batch, rows, cols, t->batch_stride, t->row_stride};
     const sm90_view by_col = {t->data, batch, cols, rows, t->batch_stride, t->col_stride};
     return rows_inner ? by_col : by_row;
 }
 
-static bool addressable(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols,
-                        bool rows_inner) {
+static bool addressable(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols, bool rows_inner) {
     const int64_t limit = (int64_t)1 << 39; /* elements: 2^40 bytes */
     const sm90_view v = view_of(t, batch, rows, cols, rows_inner);
     const int64_t inner_stride = rows_inner ? t->row_stride : t->col_stride;
@@ -38,17 +36,12 @@ static bool addressable(const dion3_tensor* t, int64_t batch, int64_t rows, int6
     if ((uintptr_t)v.data % 16 != 0) return false;
     if (v.outer > 1 && (v.outer_stride % 8 != 0 || v.outer_stride <= 0 || v.outer_stride >= limit))
         return false;
-    return v.batch <= 1 ||
-           (v.batch_stride % 8 == 0 && v.batch_stride > 0 && v.batch_stride < limit);
+    return v.batch <= 1 || (v.batch_stride % 8 == 0 && v.batch_stride > 0 && v.batch_stride < limit);
 }
 
-static bool reads_c(const d3_group* group) {
-    return group->g.c.data != NULL && group->g.beta != 0.0f;
-}
+static bool reads_c(const d3_group* group) { return group->g.c.data != NULL && group->g.beta != 0.0f; }
 static bool reads_e(const d3_group* group) { return group->e.data != NULL && group->gamma != 0.0f; }
-static bool reads_product(const d3_group* group) {
-    return group->g.k > 0 && group->g.alpha != 0.0f;
-}
+static bool reads_product(const d3_group* group) { return group->g.k > 0 && group->g.alpha != 0.0f; }
 static bool is_empty(const d3_group* group) {
     return group->g.batch == 0 || group->g.m == 0 || group->g.n == 0;
 }
@@ -73,8 +66,8 @@ static bool result_addressable(const dion3_tensor* t, const dion3_gemm* g, int s
 /* The variant of an addressable group, or D3_VARIANTS. */
 static int choose_variant(const d3_group* group, int symmetric) {
     const dion3_gemm* g = &group->g;
-    const int variant = (symmetric ? D3_VARIANT_SYMMETRIC : 0) +
-                        (reads_c(group) || reads_e(group) ? D3_VARIANT_OPERANDS : 0);
+    const int variant =
+        (symmetric ? D3_VARIANT_SYMMETRIC : 0) + (reads_c(group) || reads_e(group) ? D3_VARIANT_OPERANDS : 0);
     const bool a_k = addressable(&g->a, g->batch, g->m, g->k, false);
     const bool a_mn = addressable(&g->a, g->batch, g->m, g->k, true);
     if (!reads_product(group)) return variant;
@@ -91,13 +84,13 @@ static int choose_variant(const d3_group* group, int symmetric) {
 static dion3_status check_dtypes(const d3_group* group) {
     const dion3_gemm* g = &group->g;
     const int dtype = g->a.dtype;
-    D3_REQUIRE(dtype == DION3_F16 || dtype == DION3_BF16,
-               "a: dtype %d must be fp16 (%d) or bf16 (%d)", dtype, DION3_F16, DION3_BF16);
+    D3_REQUIRE(dtype == DION3_F16 || dtype == DION3_BF16, "a: dtype %d must be fp16 (%d) or bf16 (%d)", dtype,
+               DION3_F16, DION3_BF16);
     D3_REQUIRE(g->b.dtype == dtype, "b: dtype %d must be that of a, %d", g->b.dtype, dtype);
     D3_REQUIRE(g->d.dtype == DION3_F16 || g->d.dtype == DION3_BF16,
                "d: dtype %d must be fp16 (%d) or bf16 (%d)", g->d.dtype, DION3_F16, DION3_BF16);
-    D3_REQUIRE(!reads_c(group) || g->c.dtype == dtype, "c: dtype %d must be that of a, %d",
-               g->c.dtype, dtype);
+    D3_REQUIRE(!reads_c(group) || g->c.dtype == dtype, "c: dtype %d must be that of a, %d", g->c.dtype,
+               dtype);
     D3_REQUIRE(!reads_e(group) || group->e.dtype == dtype, "e: dtype %d must be that of a, %d",
                group->e.dtype, dtype);
     return DION3_OK;
@@ -108,8 +101,8 @@ dion3_status d3_gemm_sm90_check(const d3_group* group, int symmetric) {
     D3_REQUIRE(g->batch >= 0 && g->m >= 0 && g->n >= 0 && g->k >= 0,
                "batch=%lld, m=%lld, n=%lld, k=%lld must not be negative", (long long)g->batch,
                (long long)g->m, (long long)g->n, (long long)g->k);
-    D3_REQUIRE(!symmetric || g->m == g->n, "m=%lld must equal n=%lld in a symmetric product",
-               (long long)g->m, (long long)g->n);
+    D3_REQUIRE(!symmetric || g->m == g->n, "m=%lld must equal n=%lld in a symmetric product", (long long)g->m,
+               (long long)g->n);
     D3_REQUIRE(symmetric || (!reads_e(group) && group->delta == 0.0f),
                "e and delta belong to the symmetric product");
     D3_TRY(check_dtypes(group));
@@ -125,10 +118,8 @@ dion3_status d3_gemm_sm90_check(const d3_group* group, int symmetric) {
                        "workspace with padded rows (d_padded) or use the generic kernels",
                        (long long)g->n);
     }
-    if (reads_c(group) && !result_addressable(&g->c, g, symmetric))
-        return unaddressable("c", &g->c);
-    if (reads_e(group) && !result_addressable(&group->e, g, symmetric))
-        return unaddressable("e", &group->e);
+    if (reads_c(group) && !result_addressable(&g->c, g, symmetric)) return unaddressable("c", &g->c);
+    if (reads_e(group) && !result_addressable(&group->e, g, symmetric)) return unaddressable("e", &group->e);
     if (choose_variant(group, symmetric) != D3_VARIANTS) return DION3_OK;
     if (addressable(&g->a, g->batch, g->m, g->k, false) ||
         (symmetric && addressable(&g->a, g->batch, g->m, g->k, true))) {
@@ -139,10 +130,10 @@ dion3_status d3_gemm_sm90_check(const d3_group* group, int symmetric) {
 
 /* ---- tensor maps ---------------------------------------------------------------------------- */
 
-typedef CUresult (*encode_tiled_fn)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                                    const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*encode_tiled_fn)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                                    CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                    CUtensorMapFloatOOBfill);
 
 /* cuTensorMapEncodeTiled of the driver, looked up once. Threads that race find the same. */
 static dion3_status find_encode(encode_tiled_fn* encode) {
@@ -153,9 +144,8 @@ static dion3_status find_encode(encode_tiled_fn* encode) {
         D3_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                  cudaEnableDefault, &result));
         if (result != cudaDriverEntryPointSuccess || function == NULL) {
-            return d3_fail(
-                DION3_ERR_UNSUPPORTED,
-                "the CUDA driver has no cuTensorMapEncodeTiled; it must be 12.0 or newer");
+            return d3_fail(DION3_ERR_UNSUPPORTED,
+                           "the CUDA driver has no cuTensorMapEncodeTiled; it must be 12.0 or newer");
         }
         __atomic_store_n(&found, function, __ATOMIC_RELEASE);
     }
@@ -165,23 +155,21 @@ static dion3_status find_encode(encode_tiled_fn* encode) {
 
 /* Strides that no element uses (sizes of 1) may be anything TMA accepts. 16-bit elements are
  * moved as bits. */
-static dion3_status encode_map(encode_tiled_fn encode, CUtensorMap* map, const sm90_view* v,
-                               int box_outer) {
+static dion3_status encode_map(encode_tiled_fn encode, CUtensorMap* map, const sm90_view* v, int box_outer) {
     const int64_t outer_stride = v->outer > 1 ? v->outer_stride : div_up(v->inner, 8) * 8;
     const int64_t batch_stride = v->batch > 1 ? v->batch_stride : 8;
     const cuuint64_t sizes[3] = {(cuuint64_t)v->inner, (cuuint64_t)v->outer, (cuuint64_t)v->batch};
     const cuuint64_t strides[2] = {(cuuint64_t)outer_stride * 2, (cuuint64_t)batch_stride * 2};
     const cuuint32_t box[3] = {64, (cuuint32_t)box_outer, 1}, steps[3] = {1, 1, 1};
-    const CUresult result =
-        encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, v->data, sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, v->data, sizes, strides, box,
+                                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return DION3_OK;
     return d3_fail(DION3_ERR_CUDA,
                    "cuTensorMapEncodeTiled refuses (%lld, %lld, %lld) with strides (%lld, %lld) at "
                    "%p: CUresult %d",
-                   (long long)v->batch, (long long)v->outer, (long long)v->inner,
-                   (long long)batch_stride, (long long)outer_stride, v->data, (int)result);
+                   (long long)v->batch, (long long)v->outer, (long long)v->inner, (long long)batch_stride,
+                   (long long)outer_stride, v->data, (int)result);
 }
 
 static dion3_status encode_result(encode_tiled_fn encode, CUtensorMap* map, const dion3_tensor* t,
@@ -204,8 +192,8 @@ static dion3_status encode_operands(encode_tiled_fn encode, sm90_group* out, con
 /* ---- launch --------------------------------------------------------------------------------- */
 
 static bool same_matrices(const dion3_tensor* a, const dion3_tensor* b) {
-    return a->data == b->data && a->batch_stride == b->batch_stride &&
-           a->row_stride == b->row_stride && a->col_stride == b->col_stride;
+    return a->data == b->data && a->batch_stride == b->batch_stride && a->row_stride == b->row_stride &&
+           a->col_stride == b->col_stride;
 }
 
 template <class Config>
@@ -254,9 +242,8 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
     out->order.batch = (uint32_t)g->batch;
     out->order.rows = (uint32_t)div_up(g->m, D3_BLOCK);
     out->order.cols = (uint32_t)div_up(g->n, D3_BLOCK);
-    out->order.per_matrix =
-        (uint32_t)(Config::SYMMETRIC ? d3_tri_count(out->order.rows)
-                                     : (int64_t)out->order.rows * out->order.cols);
+    out->order.per_matrix = (uint32_t)(Config::SYMMETRIC ? d3_tri_count(out->order.rows)
+                                                         : (int64_t)out->order.rows * out->order.cols);
     return DION3_OK;
 }
 
@@ -293,14 +280,13 @@ static dion3_status find_device(sm90_device* device) {
                        "only: use the generic ones",
                        device->id, major, minor);
     }
-    D3_CUDA(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount,
-                                   device->id));
+    D3_CUDA(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, device->id));
     return DION3_OK;
 }
 
 template <class Config, int CAPACITY>
-static dion3_status launch(encode_tiled_fn encode, const sm90_device* device,
-                           const d3_group* const* groups, int count, dion3_stream stream) {
+static dion3_status launch(encode_tiled_fn encode, const sm90_device* device, const d3_group* const* groups,
+                           int count, dion3_stream stream) {
     sm90_params<CAPACITY> params;
     uint64_t tiles = 0;
     D3_TRY((prepare_kernel<Config, CAPACITY>(device->id)));
@@ -317,8 +303,7 @@ static dion3_status launch(encode_tiled_fn encode, const sm90_device* device,
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim =
-        dim3(tiles < (uint64_t)device->multiprocessors ? (unsigned)tiles
-                                                       : (unsigned)device->multiprocessors);
+        dim3(tiles < (uint64_t)device->multiprocessors ? (unsigned)tiles : (unsigned)device->multiprocessors);
     config.blockDim = dim3(D3_THREADS);
     config.dynamicSmemBytes = sizeof(sm90_shared<Config>);
     config.stream = stream;
@@ -339,8 +324,7 @@ template <class Config>
 static dion3_status launch_all(encode_tiled_fn encode, const sm90_device* device,
                                const d3_group* const* groups, int count, dion3_stream stream) {
     if (count == 0) return DION3_OK;
-    if (count <= FEW_GROUPS)
-        return launch<Config, FEW_GROUPS>(encode, device, groups, count, stream);
+    if (count <= FEW_GROUPS) return launch<Config, FEW_GROUPS>(encode, device, groups, count, stream);
     return launch<Config, MANY_GROUPS>(encode, device, groups, count, stream);
 }
 
@@ -366,8 +350,7 @@ static void sort_by_k(const d3_group** list, int count) {
     }
 }
 
-dion3_status d3_gemm_sm90(const d3_group* groups, int64_t count, int symmetric,
-                          dion3_stream stream) {
+dion3_status d3_gemm_sm90(const d3_group* groups, int64_t count, int symmetric, dion3_stream stream) {
     sm90_device device;
     encode_tiled_fn encode = NULL;
     for (int64_t i = 0; i < count; i++) D3_TRY(d3_gemm_sm90_check(&groups[i], symmetric));
@@ -384,10 +367,8 @@ dion3_status d3_gemm_sm90(const d3_group* groups, int64_t count, int symmetric,
                     if (choose_variant(group, symmetric) == variant) list[length++] = group;
                 }
                 sort_by_k(list, length);
-                D3_TRY(
-                    (bf16 ? launch_variant<true, 0>(variant, encode, &device, list, length, stream)
-                          : launch_variant<false, 0>(variant, encode, &device, list, length,
-                                                     stream)));
+                D3_TRY((bf16 ? launch_variant<true, 0>(variant, encode, &device, list, length, stream)
+                             : launch_variant<false, 0>(variant, encode, &device, list, length, stream)));
             }
         }
     }

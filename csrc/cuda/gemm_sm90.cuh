@@ -37,8 +37,7 @@ PTX_FN int find_group(const sm90_params<CAPACITY>& params, int group, uint32_t i
  * product shuffles the tiles of a wave that lies in one group; where groups meet, block i takes
  * tile i. */
 template <class Config, int CAPACITY>
-PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, int& group,
-                      sm90_tile& tile) {
+PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, int& group, sm90_tile& tile) {
     const uint32_t workers = gridDim.x, first = wave * workers;
     d3_place place;
     if (first >= params.tiles) return false;
@@ -47,8 +46,8 @@ PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, int& g
     if (Config::SYMMETRIC && (end == params.tiles || first + workers <= end)) {
         const uint32_t begin = group > 0 ? params.group[group - 1].tile_end : 0;
         const uint32_t count = end - first < workers ? end - first : workers;
-        if (!d3_order_symmetric(&params.group[group].order, first - begin, count, blockIdx.x,
-                                workers, &place)) {
+        if (!d3_order_symmetric(&params.group[group].order, first - begin, count, blockIdx.x, workers,
+                                &place)) {
             return false;
         }
     } else {
@@ -73,8 +72,8 @@ PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, int& g
  * divisions would otherwise stand between two tiles of the producer and of each consumer. `tile`
  * and `found`: those of the first wave. */
 template <class Config, int CAPACITY>
-PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared,
-                     sm90_tile tile, bool found) {
+PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_tile tile,
+                     bool found) {
     int slot = 0, ends = 0;
     uint32_t parity = 0;
     for (uint32_t wave = 0; ends < 2; wave++) { /* one end for each consumer */
@@ -106,8 +105,7 @@ constexpr int sm90_box_rows(bool mn_major) { return mn_major ? D3_BOX : D3_BLOCK
 
 /* 128 rows and 64 k of A or B to shared memory. */
 template <bool MN>
-PTX_FN void load_block(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k,
-                       int batch) {
+PTX_FN void load_block(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k, int batch) {
     if constexpr (MN) {
         ptx_tma_load(to, map, full, row, k, batch);
         ptx_tma_load(to + D3_BOX_BYTES, map, full, row + D3_BOX, k, batch);
@@ -129,41 +127,33 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
 }
 
 /* C or E of a tile: one step of the ring for each slab of 64 rows, of a diagonal tile only what
- * is stored. The step itself counts as full at once: that the slab has landed is told to the
- * consumer alone, so that the other one need not wait for it. */
+ * is stored. */
 template <class Config>
-PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring,
-                         uint32_t operand_full) {
+PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring) {
 #pragma unroll
     for (int slab = 0; slab < 2; slab++) {
-        const uint32_t stage = ring_stage(ring), full = operand_full + 8 * slab;
+        const uint32_t full = ring.full + 8 * ring.slot, stage = ring_stage(ring);
         const int row = tile.row + slab * D3_BOX, boxes = tile.diagonal && slab == 0 ? 1 : 2;
         ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-        ptx_mbarrier_arrive(ring.full + 8 * ring.slot);
         ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
         ptx_tma_load(stage, map, full, tile.col, row, tile.batch);
-        if (boxes == 2)
-            ptx_tma_load(stage + D3_BOX_BYTES, map, full, tile.col + D3_BOX, row, tile.batch);
+        if (boxes == 2) ptx_tma_load(stage + D3_BOX_BYTES, map, full, tile.col + D3_BOX, row, tile.batch);
         ring_next<Config>(ring);
     }
 }
 
 template <class Config, int CAPACITY>
-PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared,
-                    sm90_ring ring) {
+PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     ring.parity = 1; /* the stages start empty */
     for (uint32_t wave = 0;; wave++) {
         const sm90_tile tile = next_tile<Config>(shared, wave, -1);
         if (tile.group < 0) break;
         const sm90_group& group = params.group[tile.group];
         const int k_end = group.k_first + group.k_steps * D3_BLOCK_K;
-        for (int k = group.k_first; k < k_end; k += D3_BLOCK_K)
-            load_step<Config>(group, tile, ring, k);
+        for (int k = group.k_first; k < k_end; k += D3_BLOCK_K) load_step<Config>(group, tile, ring, k);
         if constexpr (Config::OPERANDS) {
-            const uint32_t full = ptx_shared(shared.operand_full[wave & 1]);
-            load_operand<Config>(&group.c, tile, ring, full);
-            if (Config::SYMMETRIC && group.operands > 1)
-                load_operand<Config>(&group.e, tile, ring, full + 16);
+            load_operand<Config>(&group.c, tile, ring);
+            if (Config::SYMMETRIC && group.operands > 1) load_operand<Config>(&group.e, tile, ring);
         }
     }
 }
@@ -177,10 +167,7 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
         ptx_mbarrier_init(ptx_shared(&shared.full[s]), 1);
         ptx_mbarrier_init(ptx_shared(&shared.empty[s]), 1);
     }
-    for (int w = 0; w < 2; w++) {
-        ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
-        for (int i = 0; i < 4; i++) ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 1);
-    }
+    for (int w = 0; w < 2; w++) ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
     for (int i = 0; i < D3_SCHEDULE; i++) { /* read by the producer and a consumer's four warps */
         ptx_mbarrier_init(ptx_shared(&shared.tile_full[i]), 1);
         ptx_mbarrier_init(ptx_shared(&shared.tile_empty[i]), 5);
@@ -193,8 +180,8 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
     gemm_sm90_kernel(const __grid_constant__ sm90_params<CAPACITY> params) {
     extern __shared__ __align__(1024) uint8_t memory[];
     sm90_shared<Config>& shared = *(sm90_shared<Config>*)memory;
-    const sm90_ring ring = {ptx_shared(shared.stage), ptx_shared(shared.full),
-                            ptx_shared(shared.empty), 0, 0};
+    const sm90_ring ring = {ptx_shared(shared.stage), ptx_shared(shared.full), ptx_shared(shared.empty), 0,
+                            0};
     const int warpgroup = threadIdx.x >> 7;
     sm90_tile first = {};
     bool found = false;

@@ -17,7 +17,6 @@
 struct sm90_consumer {
     int thread, barrier; /* in the warpgroup; the named barrier of the warpgroup */
     uint32_t own_turn, other_turn, turn_parity;
-    uint32_t operand_full, operand_parity; /* bit 0 of the parity is C's, bit 1 E's */
     uint32_t staging;
     int buffer; /* of the staging: which is next */
 };
@@ -43,19 +42,32 @@ PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, 
             accumulators[0], ptx_wgmma_descriptor(a_kk), ptx_wgmma_descriptor(b_kk),
             kk == 0 ? accumulate : 1);
         ptx_wgmma<Config::BF16, 128, Config::A_MN, Config::B_MN>(
-            accumulators[1], ptx_wgmma_descriptor(a_kk + D3_BOX_BYTES / 16),
-            ptx_wgmma_descriptor(b_kk), kk == 0 ? accumulate : 1);
+            accumulators[1], ptx_wgmma_descriptor(a_kk + D3_BOX_BYTES / 16), ptx_wgmma_descriptor(b_kk),
+            kk == 0 ? accumulate : 1);
     }
     ptx_wgmma_commit_group();
 }
 
+/* Until the next `steps` steps after the current one, those of C and E, have landed. */
+template <class Config>
+PTX_FN void await_operands(sm90_ring ring, int steps) {
+    for (int step = 0; step < steps; step++) {
+        ring_next<Config>(ring);
+        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
+    }
+}
+
 /* accumulators <- the product of one tile. Hands the turn at the tensor cores to the other
- * warpgroup once the last wgmma is issued. Waiting for a stage by the parity of its phase needs
- * the phase before it to be over. It is: the other warpgroup has waited for all its k-steps when
- * it hands over, and steps that hold C or E are full before any that follow. */
+ * warpgroup once the last wgmma is issued. The other waits for a stage by the parity of its
+ * phase, without having seen our steps: a phase of ours that is not over when it asks could be
+ * taken for its own, which is two later. So all our steps are over at the hand-over: the k-steps
+ * are, and C and E are waited for. They can land: they need stages that were free or that earlier
+ * steps have released, as long as the ring is longer than what is held (sm90_config). Of a
+ * symmetric product, with E perhaps, all but the last k-step is released before the wait. */
 template <class Config, int FIRST_N>
-PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps, bool a_in_b,
+PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps, int operands, bool a_in_b,
                      const sm90_consumer& self) {
+    constexpr bool RELEASE_FIRST = Config::OPERANDS && Config::SYMMETRIC;
     const uint32_t a = ptx_wgmma_descriptor_low(ring.stages + (a_in_b ? D3_OPERAND_BYTES : 0), 16);
     const uint32_t b =
         ptx_wgmma_descriptor_low(ring.stages + D3_OPERAND_BYTES, Config::B_MN ? D3_BOX_BYTES : 16);
@@ -72,9 +84,16 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
     ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
     multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, k_steps > 1);
+    if constexpr (RELEASE_FIRST) {
+        ptx_wgmma_wait_group<1>();
+        if (k_steps > 1) ring_release(ring, previous, self.thread);
+    }
+    if constexpr (Config::OPERANDS) await_operands<Config>(ring, 2 * operands);
     if ((self.thread & 31) == 0) ptx_mbarrier_arrive(self.other_turn);
-    ptx_wgmma_wait_group<1>();
-    if (k_steps > 1) ring_release(ring, previous, self.thread);
+    if constexpr (!RELEASE_FIRST) {
+        ptx_wgmma_wait_group<1>();
+        if (k_steps > 1) ring_release(ring, previous, self.thread);
+    }
     ptx_wgmma_wait_group<0>();
     ring_release(ring, ring.slot, self.thread);
     ring_next<Config>(ring);
@@ -108,24 +127,25 @@ PTX_FN float2 unpack(uint32_t packed) {
 }
 
 /* accumulators <- scale * accumulators + factor * (C or E), which lies in the next two steps of
- * the ring. */
+ * the ring. `columns`: how many of them there are; the question also keeps ptxas from moving the
+ * products with scale up to where both they and the accumulators need registers (spills). */
 template <class Config, bool DIAGONAL>
-PTX_FN void add_operand(float (&accumulators)[2][64], sm90_ring& ring, float scale, float factor,
-                        uint32_t full, uint32_t parity, const sm90_consumer& self) {
+PTX_FN void add_operand(float (&accumulators)[2][64], sm90_ring& ring, float scale, float factor, int columns,
+                        const sm90_consumer& self) {
     const int lane = self.thread & 31, warp = self.thread >> 5;
 #pragma unroll
     for (int slab = 0; slab < 2; slab++) {
-        ptx_mbarrier_wait(full + 8 * slab, parity);
+        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             if (DIAGONAL && c > slab) continue;
+            if (!Config::SYMMETRIC && columns <= c * D3_BOX) continue;
 #pragma unroll
             for (int q = 0; q < 4; q++) {
                 float* v = &accumulators[slab][c * 32 + q * 8];
                 uint32_t packed[4];
                 ptx_ldmatrix_x4(packed,
-                                (ring_stage(ring) + c * D3_BOX_BYTES + block_offset(warp, lane)) ^
-                                    (32 * q));
+                                (ring_stage(ring) + c * D3_BOX_BYTES + block_offset(warp, lane)) ^ (32 * q));
 #pragma unroll
                 for (int u = 0; u < 4; u++) {
                     const float2 pair = unpack<Config::BF16>(packed[u]);
@@ -181,21 +201,18 @@ PTX_FN void stage_block(const float* v, float scale, float delta, bool bf16, uin
         if (ON_DIAGONAL && q == warp) add_identity(x, delta, lane);
 #pragma unroll
         for (int u = 0; u < 4; u++) {
-            packed[u] = bf16 ? ptx_pack_bf16x2(x[2 * u], x[2 * u + 1])
-                             : ptx_pack_f16x2(x[2 * u], x[2 * u + 1]);
+            packed[u] =
+                bf16 ? ptx_pack_bf16x2(x[2 * u], x[2 * u + 1]) : ptx_pack_f16x2(x[2 * u], x[2 * u + 1]);
         }
         if constexpr (ON_DIAGONAL) {
             /* This lane addresses one row of the 8 x 8 fragment (fragment_row, fragment_col). */
-            const int fragment_row = warp * 2 + ((lane >> 3) & 1),
-                      fragment_col = q * 2 + (lane >> 4);
+            const int fragment_row = warp * 2 + ((lane >> 3) & 1), fragment_col = q * 2 + (lane >> 4);
             if (q == warp) {
                 packed[0] = reflect(packed[0], lane);
                 packed[3] = reflect(packed[3], lane);
             }
-            ptx_stmatrix_x4((fragment_col <= fragment_row ? to_block : to_straight) ^ (32 * q),
-                            packed);
-            ptx_stmatrix_x4_trans(fragment_col < fragment_row ? to_mirror + 2048 * q
-                                                              : to_straight ^ (32 * q),
+            ptx_stmatrix_x4((fragment_col <= fragment_row ? to_block : to_straight) ^ (32 * q), packed);
+            ptx_stmatrix_x4_trans(fragment_col < fragment_row ? to_mirror + 2048 * q : to_straight ^ (32 * q),
                                   packed);
         } else {
             ptx_stmatrix_x4(to_straight ^ (32 * q), packed);
@@ -234,8 +251,7 @@ PTX_FN void store_tile(float (&accumulators)[2][64], float scale, const sm90_gro
             ptx_fence_proxy_async_shared();
             ptx_bar_sync_warpgroup(self.barrier);
             if (self.thread == 0) {
-                if (!(DIAGONAL && c == slab))
-                    ptx_tma_store(&group.d, straight, col, row, tile.batch);
+                if (!(DIAGONAL && c == slab)) ptx_tma_store(&group.d, straight, col, row, tile.batch);
                 if (Config::SYMMETRIC) ptx_tma_store(&group.d, mirror, row, col, tile.batch);
                 ptx_bulk_commit_group();
             }
@@ -249,7 +265,8 @@ template <class Config, bool DIAGONAL>
 PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ring ring,
                          sm90_consumer& self) {
     float accumulators[2][64];
-    const int k_steps = keep(group.k_steps), operands = Config::OPERANDS ? keep(group.operands) : 0;
+    const int k_steps = keep(group.k_steps);
+    const int operands = Config::OPERANDS && Config::SYMMETRIC ? keep(group.operands) : 1;
     float alpha = group.alpha, beta = group.beta;
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
     if (Config::OPERANDS && group.beta_device != NULL) beta *= group.beta_device[tile.batch];
@@ -257,39 +274,36 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
     ring.parity = tile.parity;
     ptx_mbarrier_wait(self.own_turn, self.turn_parity);
     self.turn_parity ^= 1;
-    multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b,
+    multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, operands, DIAGONAL && group.a_is_b,
                                           self);
     /* alpha is applied by whoever touches the accumulators first: a pass of its own over them
      * makes ptxas keep two copies of them (spills). */
-    if constexpr (Config::OPERANDS) {
-        uint32_t full = self.operand_full, parities = self.operand_parity;
+    if constexpr (Config::OPERANDS && Config::SYMMETRIC) {
         float factor = beta;
         int left = operands;
 #pragma unroll 1
         do {
-            add_operand<Config, DIAGONAL>(accumulators, ring, alpha, factor, full, parities & 1,
-                                          self);
+            add_operand<Config, DIAGONAL>(accumulators, ring, alpha, factor, D3_BLOCK, self);
             alpha = 1.0f;
             factor = group.gamma;
-            full += 16;
-            parities >>= 1;
         } while (--left > 0);
-        self.operand_parity ^= operands > 1 ? 3 : 1;
+    } else if constexpr (Config::OPERANDS) {
+        add_operand<Config, false>(accumulators, ring, alpha, beta, group.n - tile.col, self);
+        alpha = 1.0f;
     }
     store_tile<Config, DIAGONAL>(accumulators, alpha, group, tile, self);
 }
 
 /* Consumer 0 takes the even, consumer 1 the odd ones of its thread block's tiles. */
 template <class Config, int CAPACITY>
-PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared,
-                    const sm90_ring& ring, int consumer) {
+PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, const sm90_ring& ring,
+                    int consumer) {
     sm90_consumer self = {};
     self.thread = threadIdx.x & 127;
     self.barrier = 1 + consumer;
     self.own_turn = ptx_shared(&shared.turn[consumer]);
     self.other_turn = ptx_shared(&shared.turn[1 - consumer]);
     self.turn_parity = consumer == 0; /* the first turn is consumer 0's */
-    self.operand_full = ptx_shared(shared.operand_full[consumer]);
     self.staging = ptx_shared(shared.staging[consumer]);
     for (uint32_t wave = consumer;; wave += 2) {
         const sm90_tile tile = next_tile<Config>(shared, wave, self.thread & 31);

@@ -49,11 +49,9 @@ struct sm90_config {
     static constexpr int STAGES = SYMMETRIC && !OPERANDS ? 5 : 6;
     /* Blocks of 64 x 64 elements in which a consumer prepares its stores. */
     static constexpr int STAGING = SYMMETRIC && !OPERANDS ? 4 : 2;
-    /* C and E fill up to 4 steps of one tile: no step that follows reuses their slots before the
-     * first of it is seen. And 6 steps at least lie between C of a consumer's tile and C of its
-     * next: the first has been read by then. */
-    static_assert(!OPERANDS || STAGES == 5 || STAGES == 6,
-                  "the barriers of C and E are told apart by parity");
+    /* When the turn is handed over, a k-step and the two steps of C, or four of C and E, hold a
+     * stage each; of a general product, which has no E, two k-steps and C. */
+    static_assert(!OPERANDS || STAGES >= 5, "C and E can land before the turn is handed over");
     static_assert(!SYMMETRIC || STAGING % 2 == 0, "a block and its mirror are staged together");
 };
 
@@ -96,7 +94,6 @@ struct alignas(1024) sm90_shared {
     uint8_t staging[2][Config::STAGING][D3_BOX_BYTES]; /* of each consumer */
     sm90_tile tile[D3_SCHEDULE];
     uint64_t full[Config::STAGES], empty[Config::STAGES];
-    uint64_t operand_full[2][4]; /* of each consumer: C's two slabs of 64 rows, and E's */
     uint64_t turn[2], tile_full[D3_SCHEDULE], tile_empty[D3_SCHEDULE];
 };
 
@@ -115,9 +112,7 @@ PTX_FN void ring_next(sm90_ring& ring) {
     }
 }
 
-PTX_FN uint32_t ring_stage(const sm90_ring& ring) {
-    return ring.stages + ring.slot * D3_STAGE_BYTES;
-}
+PTX_FN uint32_t ring_stage(const sm90_ring& ring) { return ring.stages + ring.slot * D3_STAGE_BYTES; }
 
 /* Called by all threads of a warpgroup that have read a stage: the producer may fill it again. */
 PTX_FN void ring_release(const sm90_ring& ring, int slot, int thread) {

@@ -19,9 +19,7 @@ PTX_FN uint32_t ptx_shared(const void* p) { return (uint32_t)__cvta_generic_to_s
 /* ---- barriers of threads -------------------------------------------------------------------- */
 
 /* 128 threads of one warpgroup meet at named barrier `id`. */
-PTX_FN void ptx_bar_sync_warpgroup(int id) {
-    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
+PTX_FN void ptx_bar_sync_warpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 template <int COUNT>
 PTX_FN void ptx_setmaxnreg_dec() {
@@ -48,9 +46,7 @@ PTX_FN void ptx_mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-PTX_FN void ptx_fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+PTX_FN void ptx_fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 PTX_FN void ptx_mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -87,8 +83,7 @@ PTX_FN void ptx_prefetch_tensormap(const CUtensorMap* map) {
 
 /* Box at element (x, y, z) of the map, x innermost, to shared memory; the barrier counts its
  * bytes. */
-PTX_FN void ptx_tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y,
-                         int z) {
+PTX_FN void ptx_tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared),
                  "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
@@ -97,8 +92,7 @@ PTX_FN void ptx_tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barri
 
 PTX_FN void ptx_tma_store(const CUtensorMap* map, uint32_t shared, int x, int y, int z) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-            "l"(map),
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
         "r"(shared), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
@@ -114,9 +108,7 @@ PTX_FN void ptx_bulk_wait_group_read() {
 PTX_FN void ptx_bulk_wait_group_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /* Orders this thread's ordinary accesses to shared memory before later ones by TMA and wgmma. */
-PTX_FN void ptx_fence_proxy_async_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+PTX_FN void ptx_fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /* ---- matrices of 8 x 8 16-bit elements in shared memory ------------------------------------- */
 
@@ -128,16 +120,15 @@ PTX_FN void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
 }
 
 PTX_FN void ptx_stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
 PTX_FN void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
-        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-        : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 
 PTX_FN uint32_t ptx_movmatrix_trans(uint32_t r) {
@@ -163,9 +154,7 @@ PTX_FN uint32_t ptx_pack_bf16x2(float low, float high) {
 
 PTX_FN void ptx_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-PTX_FN void ptx_wgmma_commit_group() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+PTX_FN void ptx_wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int PENDING>
 PTX_FN void ptx_wgmma_wait_group() {
@@ -180,9 +169,7 @@ PTX_FN uint32_t ptx_wgmma_descriptor_low(uint32_t shared, uint32_t leading) {
     return shared >> 4 | leading >> 4 << 16;
 }
 
-PTX_FN uint64_t ptx_wgmma_descriptor(uint32_t low) {
-    return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
-}
+PTX_FN uint64_t ptx_wgmma_descriptor(uint32_t low) { return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low; }
 
 // clang-format off
 #define D3_TEXT32_0 \
