@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
     if (threadIdx.x == 64) {
         ptx_prefetch_tensormap(&params.group[0].a);
         ptx_prefetch_tensormap(&params.group[0].b);
+        if (Config::OPERANDS) ptx_prefetch_tensormap(&params.group[0].c);
         ptx_prefetch_tensormap(&params.group[0].d);
     }
     __syncthreads();
