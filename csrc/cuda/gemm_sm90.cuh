@@ -7,13 +7,13 @@
  * swizzle; edges and k tails are zero-filled and clipped by TMA. Tiling: persistent thread
  * blocks of 384 threads, one producer warpgroup (TMA) and two consumer warpgroups (wgmma) that
  * take turns at the tensor cores, each owning a whole 128 x 128 tile, so that one's epilogue
- * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C and E
- * travel through the ring too, two steps (slabs of 64 rows) each, after the k-steps of a tile,
- * and are added into the accumulators. Symmetric product: tiles with row >= col only; a tile
- * below the diagonal is stored twice, straight and mirrored (stmatrix.trans), with the same
- * bits; a diagonal tile multiplies 64 x 64 for its upper slab, and the 8 x 8 blocks on the
- * diagonal are reflected (movmatrix), so that D equals its transpose bitwise. Work: 2 m n k FLOP
- * (half of it if symmetric) against 2 (m k + n k + (1 or 2) m n) bytes; roof: the tensor cores
+ * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C travels to
+ * the blocks in which the consumer will prepare its stores, while that waits for its turn and
+ * multiplies, and is added into the accumulators; E follows it. Symmetric product: tiles with row
+ * >= col only; a tile below the diagonal is stored twice, straight and mirrored (stmatrix.trans),
+ * with the same bits; a diagonal tile multiplies 64 x 64 for its upper slab, and the 8 x 8 blocks
+ * on the diagonal are reflected (movmatrix), so that D equals its transpose bitwise. Work: 2 m n k
+ * FLOP (half of it if symmetric) against 2 (m k + n k + (1 or 2) m n) bytes; roof: the tensor cores
  * from k of about 400 on, at the card's power limit (docs/kernels.md). Constraints: sm_90a; no
  * relocatable device code; addresses and strides as d3_gemm_sm90_check says. Source: PTX ISA,
  * sections on wgmma, cp.async.bulk.tensor and mbarrier.
@@ -81,8 +81,7 @@ PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& s
         int steps = 0;
         if (wave > 0 && ends == 0) found = find_tile<Config>(params, wave, tile.group, tile);
         if (found) {
-            const sm90_group& group = params.group[tile.group];
-            steps = group.k_steps + (Config::OPERANDS ? 2 * group.operands : 0);
+            steps = params.group[tile.group].k_steps;
         } else {
             tile.group = -1;
             ends += 1;
@@ -126,22 +125,6 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     ring_next<Config>(ring);
 }
 
-/* C or E of a tile: one step of the ring for each slab of 64 rows, of a diagonal tile only what
- * is stored. */
-template <class Config>
-PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring) {
-#pragma unroll
-    for (int slab = 0; slab < 2; slab++) {
-        const uint32_t full = ring.full + 8 * ring.slot, stage = ring_stage(ring);
-        const int row = tile.row + slab * D3_BOX, boxes = tile.diagonal && slab == 0 ? 1 : 2;
-        ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-        ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
-        ptx_tma_load(stage, map, full, tile.col, row, tile.batch);
-        if (boxes == 2) ptx_tma_load(stage + D3_BOX_BYTES, map, full, tile.col + D3_BOX, row, tile.batch);
-        ring_next<Config>(ring);
-    }
-}
-
 template <class Config, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     ring.parity = 1; /* the stages start empty */
@@ -151,10 +134,6 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
         const sm90_group& group = params.group[tile.group];
         const int k_end = group.k_first + group.k_steps * D3_BLOCK_K;
         for (int k = group.k_first; k < k_end; k += D3_BLOCK_K) load_step<Config>(group, tile, ring, k);
-        if constexpr (Config::OPERANDS) {
-            load_operand<Config>(&group.c, tile, ring);
-            if (Config::SYMMETRIC && group.operands > 1) load_operand<Config>(&group.e, tile, ring);
-        }
     }
 }
 
@@ -167,7 +146,10 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
         ptx_mbarrier_init(ptx_shared(&shared.full[s]), 1);
         ptx_mbarrier_init(ptx_shared(&shared.empty[s]), 1);
     }
-    for (int w = 0; w < 2; w++) ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
+    for (int w = 0; w < 2; w++) {
+        ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
+        for (int i = 0; i < 2; i++) ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 1);
+    }
     for (int i = 0; i < D3_SCHEDULE; i++) { /* read by the producer and a consumer's four warps */
         ptx_mbarrier_init(ptx_shared(&shared.tile_full[i]), 1);
         ptx_mbarrier_init(ptx_shared(&shared.tile_empty[i]), 5);

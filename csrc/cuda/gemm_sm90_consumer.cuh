@@ -17,6 +17,7 @@
 struct sm90_consumer {
     int thread, barrier; /* in the warpgroup; the named barrier of the warpgroup */
     uint32_t own_turn, other_turn, turn_parity;
+    uint32_t operand_full, operand_parity; /* of C, and then E, in the staging */
     uint32_t staging;
     int buffer; /* of the staging: which is next */
 };
@@ -48,26 +49,13 @@ PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, 
     ptx_wgmma_commit_group();
 }
 
-/* Until the next `steps` steps after the current one, those of C and E, have landed. */
-template <class Config>
-PTX_FN void await_operands(sm90_ring ring, int steps) {
-    for (int step = 0; step < steps; step++) {
-        ring_next<Config>(ring);
-        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
-    }
-}
-
 /* accumulators <- the product of one tile. Hands the turn at the tensor cores to the other
  * warpgroup once the last wgmma is issued. The other waits for a stage by the parity of its
- * phase, without having seen our steps: a phase of ours that is not over when it asks could be
- * taken for its own, which is two later. So all our steps are over at the hand-over: the k-steps
- * are, and C and E are waited for. They can land: they need stages that were free or that earlier
- * steps have released, as long as the ring is longer than what is held (sm90_config). Of a
- * symmetric product, with E perhaps, all but the last k-step is released before the wait. */
+ * phase, without having seen our steps, and so needs them to be over: they are, all have been
+ * waited for. */
 template <class Config, int FIRST_N>
-PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps, int operands, bool a_in_b,
+PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps, bool a_in_b,
                      const sm90_consumer& self) {
-    constexpr bool RELEASE_FIRST = Config::OPERANDS && Config::SYMMETRIC;
     const uint32_t a = ptx_wgmma_descriptor_low(ring.stages + (a_in_b ? D3_OPERAND_BYTES : 0), 16);
     const uint32_t b =
         ptx_wgmma_descriptor_low(ring.stages + D3_OPERAND_BYTES, Config::B_MN ? D3_BOX_BYTES : 16);
@@ -84,16 +72,9 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
     ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
     multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, k_steps > 1);
-    if constexpr (RELEASE_FIRST) {
-        ptx_wgmma_wait_group<1>();
-        if (k_steps > 1) ring_release(ring, previous, self.thread);
-    }
-    if constexpr (Config::OPERANDS) await_operands<Config>(ring, 2 * operands);
     if ((self.thread & 31) == 0) ptx_mbarrier_arrive(self.other_turn);
-    if constexpr (!RELEASE_FIRST) {
-        ptx_wgmma_wait_group<1>();
-        if (k_steps > 1) ring_release(ring, previous, self.thread);
-    }
+    ptx_wgmma_wait_group<1>();
+    if (k_steps > 1) ring_release(ring, previous, self.thread);
     ptx_wgmma_wait_group<0>();
     ring_release(ring, ring.slot, self.thread);
     ring_next<Config>(ring);
@@ -126,26 +107,40 @@ PTX_FN float2 unpack(uint32_t packed) {
     return pair;
 }
 
-/* accumulators <- scale * accumulators + factor * (C or E), which lies in the next two steps of
- * the ring. `columns`: how many of them there are; the question also keeps ptxas from moving the
- * products with scale up to where both they and the accumulators need registers (spills). */
-template <class Config, bool DIAGONAL>
-PTX_FN void add_operand(float (&accumulators)[2][64], sm90_ring& ring, float scale, float factor, int columns,
-                        const sm90_consumer& self) {
-    const int lane = self.thread & 31, warp = self.thread >> 5;
+/* C or E of a tile to this warpgroup's staging, which is free: four blocks of 64 x 64, of a
+ * diagonal tile only what is stored. Called by one thread. */
+template <bool DIAGONAL>
+PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, const sm90_consumer& self) {
 #pragma unroll
     for (int slab = 0; slab < 2; slab++) {
-        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
+        const uint32_t full = self.operand_full + 8 * slab;
+        const uint32_t to = self.staging + slab * 2 * D3_BOX_BYTES;
+        const int row = tile.row + slab * D3_BOX, boxes = DIAGONAL && slab == 0 ? 1 : 2;
+        ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
+        ptx_tma_load(to, map, full, tile.col, row, tile.batch);
+        if (boxes == 2) ptx_tma_load(to + D3_BOX_BYTES, map, full, tile.col + D3_BOX, row, tile.batch);
+    }
+}
+
+/* accumulators <- scale * accumulators + factor * (C or E), which is on its way to the staging.
+ * `columns`: how many of them there are; the question also keeps ptxas from moving the products
+ * with scale up to where both they and the accumulators need registers (spills). */
+template <class Config, bool DIAGONAL>
+PTX_FN void add_operand(float (&accumulators)[2][64], float scale, float factor, int columns,
+                        sm90_consumer& self) {
+    const uint32_t from = self.staging + block_offset(self.thread >> 5, self.thread & 31);
+#pragma unroll
+    for (int slab = 0; slab < 2; slab++) {
+        ptx_mbarrier_wait(self.operand_full + 8 * slab, self.operand_parity);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             if (DIAGONAL && c > slab) continue;
-            if (!Config::SYMMETRIC && columns <= c * D3_BOX) continue;
+            if (columns <= c * D3_BOX) continue;
 #pragma unroll
             for (int q = 0; q < 4; q++) {
                 float* v = &accumulators[slab][c * 32 + q * 8];
                 uint32_t packed[4];
-                ptx_ldmatrix_x4(packed,
-                                (ring_stage(ring) + c * D3_BOX_BYTES + block_offset(warp, lane)) ^ (32 * q));
+                ptx_ldmatrix_x4(packed, (from + (slab * 2 + c) * D3_BOX_BYTES) ^ (32 * q));
 #pragma unroll
                 for (int u = 0; u < 4; u++) {
                     const float2 pair = unpack<Config::BF16>(packed[u]);
@@ -154,11 +149,8 @@ PTX_FN void add_operand(float (&accumulators)[2][64], sm90_ring& ring, float sca
                 }
             }
         }
-        ptx_fence_proxy_async_shared();
-        ptx_bar_sync_warpgroup(self.barrier);
-        ring_release(ring, ring.slot, self.thread);
-        ring_next<Config>(ring);
     }
+    self.operand_parity ^= 1;
 }
 
 /* An 8 x 8 block on the diagonal: its lower triangle, and that reflected. */
@@ -266,29 +258,35 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
                          sm90_consumer& self) {
     float accumulators[2][64];
     const int k_steps = keep(group.k_steps);
-    const int operands = Config::OPERANDS && Config::SYMMETRIC ? keep(group.operands) : 1;
     float alpha = group.alpha, beta = group.beta;
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
     if (Config::OPERANDS && group.beta_device != NULL) beta *= group.beta_device[tile.batch];
     ring.slot = tile.slot;
     ring.parity = tile.parity;
+    if (Config::OPERANDS && self.thread == 0) {
+        ptx_bulk_wait_group_read<0>(); /* the stores of the tile before have left the staging */
+        load_operand<DIAGONAL>(&group.c, tile, self);
+    }
     ptx_mbarrier_wait(self.own_turn, self.turn_parity);
     self.turn_parity ^= 1;
-    multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, operands, DIAGONAL && group.a_is_b,
-                                          self);
+    multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
     /* alpha is applied by whoever touches the accumulators first: a pass of its own over them
      * makes ptxas keep two copies of them (spills). */
     if constexpr (Config::OPERANDS && Config::SYMMETRIC) {
         float factor = beta;
-        int left = operands;
+        int left = keep(group.operands);
 #pragma unroll 1
-        do {
-            add_operand<Config, DIAGONAL>(accumulators, ring, alpha, factor, D3_BLOCK, self);
+        while (true) {
+            add_operand<Config, DIAGONAL>(accumulators, alpha, factor, group.n - tile.col, self);
             alpha = 1.0f;
+            if (--left == 0) break;
             factor = group.gamma;
-        } while (--left > 0);
+            ptx_fence_proxy_async_shared(); /* C has been read; E takes its place */
+            ptx_bar_sync_warpgroup(self.barrier);
+            if (self.thread == 0) load_operand<DIAGONAL>(&group.e, tile, self);
+        }
     } else if constexpr (Config::OPERANDS) {
-        add_operand<Config, false>(accumulators, ring, alpha, beta, group.n - tile.col, self);
+        add_operand<Config, false>(accumulators, alpha, beta, group.n - tile.col, self);
         alpha = 1.0f;
     }
     store_tile<Config, DIAGONAL>(accumulators, alpha, group, tile, self);
@@ -304,6 +302,7 @@ PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
     self.own_turn = ptx_shared(&shared.turn[consumer]);
     self.other_turn = ptx_shared(&shared.turn[1 - consumer]);
     self.turn_parity = consumer == 0; /* the first turn is consumer 0's */
+    self.operand_full = ptx_shared(shared.operand_full[consumer]);
     self.staging = ptx_shared(shared.staging[consumer]);
     for (uint32_t wave = consumer;; wave += 2) {
         const sm90_tile tile = next_tile<Config>(shared, wave, self.thread & 31);

@@ -27,12 +27,12 @@ enum {
  *
  *   product            operands in memory                       C or E    stages  staging blocks
  *   symmetric          A and B K-major, or both M- and N-major  neither   5       4
- *   symmetric          the same                                 yes       6       2
- *   general            A K-major, B K-major or N-major          either    6       2
+ *   symmetric          the same                                 yes       5       4
+ *   general            A K-major, B K-major or N-major          neither   6       2
+ *   general            the same                                 yes       5       4
  *
  * Always 128 x 128 tiles: 128 x 192 on pairs of thread blocks that share B, and 128 x 256, were
- * not faster. Where C takes two steps of the ring, the sixth stage is worth more than a second
- * pair of blocks for the stores. */
+ * not faster. The staging blocks of a consumer hold C of its next tile until its stores begin. */
 enum sm90_variant {
     D3_VARIANT_OPERANDS = 1,  /* with C, and perhaps E */
     D3_VARIANT_MN = 2,        /* symmetric: A and B are MN-major; general: B is */
@@ -46,12 +46,10 @@ struct sm90_config {
     static constexpr bool OPERANDS = VARIANT & D3_VARIANT_OPERANDS,
                           SYMMETRIC = VARIANT & D3_VARIANT_SYMMETRIC;
     static constexpr bool B_MN = VARIANT & D3_VARIANT_MN, A_MN = SYMMETRIC && B_MN;
-    static constexpr int STAGES = SYMMETRIC && !OPERANDS ? 5 : 6;
-    /* Blocks of 64 x 64 elements in which a consumer prepares its stores. */
-    static constexpr int STAGING = SYMMETRIC && !OPERANDS ? 4 : 2;
-    /* When the turn is handed over, a k-step and the two steps of C, or four of C and E, hold a
-     * stage each; of a general product, which has no E, two k-steps and C. */
-    static_assert(!OPERANDS || STAGES >= 5, "C and E can land before the turn is handed over");
+    static constexpr int STAGES = SYMMETRIC || OPERANDS ? 5 : 6;
+    /* Blocks of 64 x 64 elements in which a consumer prepares its stores, and which receive C. */
+    static constexpr int STAGING = SYMMETRIC || OPERANDS ? 4 : 2;
+    static_assert(!OPERANDS || STAGING == 4, "C of a tile fits in the staging blocks");
     static_assert(!SYMMETRIC || STAGING % 2 == 0, "a block and its mirror are staged together");
 };
 
@@ -94,6 +92,7 @@ struct alignas(1024) sm90_shared {
     uint8_t staging[2][Config::STAGING][D3_BOX_BYTES]; /* of each consumer */
     sm90_tile tile[D3_SCHEDULE];
     uint64_t full[Config::STAGES], empty[Config::STAGES];
+    uint64_t operand_full[2][2]; /* of each consumer: a slab of C, and then E, is in its staging */
     uint64_t turn[2], tile_full[D3_SCHEDULE], tile_empty[D3_SCHEDULE];
 };
 
