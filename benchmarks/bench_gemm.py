@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 
-import dion3  # noqa: F401  (registers the operators)
 import torch
 
+import dion3  # noqa: F401  (registers the operators)
 from benchmarks.harness import Table, clocks, header, relative_error, rotate
 
 # (n, batch): the bars for alpha A B and alpha A B + beta C

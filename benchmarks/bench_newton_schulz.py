@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import time
 
-import dion3
 import torch
 
+import dion3
 from benchmarks.harness import Table, clocks, header, relative_error, rotate
 
 # (batch, n, m): bars (time over the peer's, speed-up over eager)

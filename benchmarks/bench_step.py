@@ -14,9 +14,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-import dion3
 import torch
 
+import dion3
 from benchmarks.harness import Table, clocks, header, rotate
 
 # name: (d, ff, kv, layers)

@@ -35,12 +35,11 @@ static dion3_status check_dtype(const char* operation, int64_t item, const char*
     return DION3_OK;
 }
 
-static dion3_status check_pointer(const char* operation, int64_t item, const char* name,
-                                  const void* pointer, int64_t alignment) {
+static dion3_status check_pointer(const char* operation, int64_t item, const char* name, const void* pointer,
+                                  int64_t alignment) {
     D3_REQUIRE(pointer, ITEM "%s must not be NULL", operation, LL(item), name);
-    D3_REQUIRE((uintptr_t)pointer % (uintptr_t)alignment == 0,
-               ITEM "%s=%p must be aligned to %lld bytes", operation, LL(item), name, pointer,
-               LL(alignment));
+    D3_REQUIRE((uintptr_t)pointer % (uintptr_t)alignment == 0, ITEM "%s=%p must be aligned to %lld bytes",
+               operation, LL(item), name, pointer, LL(alignment));
     return DION3_OK;
 }
 
@@ -106,8 +105,7 @@ static dion3_status check_selection(const char* op, int64_t i, int32_t axis, int
     D3_REQUIRE(n < (1ll << 31), ITEM "%s=%lld must be below 2^31 on the selected side", op, LL(i),
                axis == DION3_ROWS ? "rows" : "cols", LL(n));
     D3_REQUIRE(k >= 0 && k <= n, ITEM "k=%lld must be 0 .. n=%lld", op, LL(i), LL(k), LL(n));
-    D3_REQUIRE(map || k == n, ITEM "k=%lld must equal n=%lld when %s is NULL", op, LL(i), LL(k), LL(n),
-               name);
+    D3_REQUIRE(map || k == n, ITEM "k=%lld must equal n=%lld when %s is NULL", op, LL(i), LL(k), LL(n), name);
     if (map) D3_TRY(check_pointer(op, i, name, map, 4));
     return DION3_OK;
 }

@@ -24,16 +24,16 @@ extern "C" {
 /* Stores the text and returns the status. */
 dion3_status d3_fail(dion3_status status, const char* format, ...) D3_PRINTF(2, 3);
 
-#define D3_REQUIRE(condition, ...)                                                                 \
-    do {                                                                                           \
-        if (!(condition)) return d3_fail(DION3_ERR_INVALID, __VA_ARGS__);                          \
+#define D3_REQUIRE(condition, ...)                                                                           \
+    do {                                                                                                     \
+        if (!(condition)) return d3_fail(DION3_ERR_INVALID, __VA_ARGS__);                                    \
     } while (0)
 
 /* Passes a status on. */
-#define D3_TRY(call)                                                                               \
-    do {                                                                                           \
-        const dion3_status status_ = (call);                                                       \
-        if (status_ != DION3_OK) return status_;                                                   \
+#define D3_TRY(call)                                                                                         \
+    do {                                                                                                     \
+        const dion3_status status_ = (call);                                                                 \
+        if (status_ != DION3_OK) return status_;                                                             \
     } while (0)
 
 dion3_status d3_check_momentum(const dion3_momentum_item* items, int64_t count);

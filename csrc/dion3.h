@@ -66,7 +66,8 @@ enum {
     DION3_HYPER_EPS = 5,      /* the least norm that is divided by */
     DION3_HYPER_BETA2 = 6,    /* of the neuron second moment */
     DION3_HYPER_NEURON_EPS = 7,
-    DION3_HYPER_NESTEROV = 8, /* nu: Newton-Schulz sees nu * m + (1 - nu) * sign(gain) * g; 1 = plain momentum */
+    DION3_HYPER_NESTEROV =
+        8, /* nu: Newton-Schulz sees nu * m + (1 - nu) * sign(gain) * g; 1 = plain momentum */
     DION3_HYPER_COUNT = 12
 };
 
@@ -112,8 +113,8 @@ typedef struct dion3_select_item {
     const double* sumsq; /* (batch, n) or NULL */
     int64_t batch, n, k; /* 1 <= k <= n < 2^31 */
     int32_t* indices;    /* out (batch, k), or NULL */
-    int32_t* slots;      /* out (batch, n): where a slice stands in indices, -1 if it is not selected; or NULL */
-    double* norm;        /* out (batch): square root of the selected sumsq, or NULL */
+    int32_t* slots; /* out (batch, n): where a slice stands in indices, -1 if it is not selected; or NULL */
+    double* norm;   /* out (batch): square root of the selected sumsq, or NULL */
 } dion3_select_item;
 
 dion3_status dion3_select_cpu(const dion3_select_item* items, int64_t count);
@@ -122,8 +123,8 @@ dion3_status dion3_select_cuda(const dion3_select_item* items, int64_t count, vo
                                size_t workspace_bytes, dion3_stream stream);
 
 /* ---- gather -----------------------------------------------------------------------------------
- * out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)) (0 where that divides by 0), then
- * m[selected] <- feedback * m[selected] (Algorithm 4 lines 3 and 9); a feedback of exactly 1 writes nothing.
+ * out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)) (0 where that divides by 0, the
+ * largest float where it overflows), then m[selected] <- feedback * m[selected] (Algorithm 4 lines 3 and 9); a feedback of exactly 1 writes nothing.
  * With nesterov nu != 1 the value gathered is nu * m + (1 - nu) * sign(gain) * g. */
 typedef struct dion3_gather_item {
     dion3_tensor momentum; /* (batch, rows, cols) in/out */
@@ -144,15 +145,15 @@ dion3_status dion3_gather_cuda(const dion3_gather_item* items, int64_t count, di
  * The neuron norm of NorMuon (Algorithm 4 lines 4-6). The neuron is a row of the weight whichever side
  * is selected. For row i of the update o, with s_i = mean_j o_ij^2 (float64 sum, then fp32):
  *   v_i <- beta2 * v_i + (1 - beta2) * s_i;  d_i = sqrt(v_i) + neuron_eps;
- *   factor_i = sqrt(sum_i s_i / sum_i (s_i / d_i^2)) / d_i   (sums in float64; 1 where that is not finite
- *   because every s is 0). */
+ *   factor_i = sqrt(sum_i s_i / sum_i (s_i / d_i^2)) / d_i   (sums in float64; a row with s = 0
+ *   adds nothing; 1 where every s is 0 or d_i is 0). */
 typedef struct dion3_neuron_item {
-    dion3_tensor update;   /* (batch, rows, cols) in */
+    dion3_tensor update; /* (batch, rows, cols) in */
     int64_t batch, rows, cols;
-    int64_t neurons;       /* rows of the weight: row stride of second_moment between matrices */
-    float* second_moment;  /* (batch, neurons) in/out; only the rows in indices change */
+    int64_t neurons;        /* rows of the weight: row stride of second_moment between matrices */
+    float* second_moment;   /* (batch, neurons) in/out; only the rows in indices change */
     const int32_t* indices; /* (batch, rows): the neuron of a row of the update; NULL: the identity */
-    float* factor;         /* out (batch, rows) */
+    float* factor;          /* out (batch, rows) */
     const float* hyper;
 } dion3_neuron_item;
 
@@ -189,7 +190,8 @@ dion3_status dion3_update_cuda(const dion3_update_item* items, int64_t count, di
  * Decoupled AdamW on flat arrays of count elements; step holds the number of this step (1 at the first):
  *   m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * (g * g)   (g = sign * grad)
  *   w <- round(decay * w - (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps)))
- * m and v in the last line are the unrounded fp32 values; bias corrections in float64, then fp32. */
+ * m and v in the last line are the unrounded fp32 values; bias corrections in float64, then fp32,
+ * with beta = 1 - BETA_COMPLEMENT there and the power by squaring. */
 typedef struct dion3_adamw_item {
     void* param;      /* in/out */
     const void* grad; /* in */
@@ -201,7 +203,7 @@ typedef struct dion3_adamw_item {
     uint64_t seed;
     int64_t index_base;
     uint32_t param_id;
-    int32_t stochastic; /* 0: round the weight to nearest even */
+    int32_t stochastic;                           /* 0: round the weight to nearest even */
     int32_t param_dtype, grad_dtype, state_dtype; /* exp_avg and exp_avg_sq share one */
     int32_t reserved;
 } dion3_adamw_item;
@@ -229,7 +231,11 @@ typedef struct dion3_gemm {
 } dion3_gemm;
 
 /* Which kernels run. AUTO: the sm_90a ones on compute capability 9.0, the generic ones elsewhere. */
-typedef enum dion3_backend { DION3_BACKEND_AUTO = 0, DION3_BACKEND_SM90 = 1, DION3_BACKEND_GENERIC = 2 } dion3_backend;
+typedef enum dion3_backend {
+    DION3_BACKEND_AUTO = 0,
+    DION3_BACKEND_SM90 = 1,
+    DION3_BACKEND_GENERIC = 2
+} dion3_backend;
 
 /* D <- alpha * A * B^T + beta * C where A * B^T and C are symmetric (m = n): the lower triangle is computed,
  * each off-diagonal element stored twice with the same bits, so D equals its transpose bitwise. */
@@ -249,12 +255,12 @@ enum { DION3_NS_MAX_STEPS = 100 };
 typedef struct dion3_ns_program {
     const double* coefficients; /* (steps, 3): a, b, c of a x + b x^3 + c x^5 */
     int32_t steps;
-    int32_t method;             /* dion3_ns_method; AUTO: standard for square matrices, Gram otherwise */
-    const int32_t* restarts;    /* ascending, each in 1 .. steps - 1: restart after that many iterations */
+    int32_t method;          /* dion3_ns_method; AUTO: standard for square matrices, Gram otherwise */
+    const int32_t* restarts; /* ascending, each in 1 .. steps - 1: restart after that many iterations */
     int32_t restart_count;
-    int32_t compute_dtype;      /* DION3_F16 or DION3_BF16 */
-    int32_t backend;            /* dion3_backend */
-    int32_t normalized;         /* 1: x is already divided by its norm */
+    int32_t compute_dtype; /* DION3_F16 or DION3_BF16 */
+    int32_t backend;       /* dion3_backend */
+    int32_t normalized;    /* 1: x is already divided by its norm */
     double eps;
 } dion3_ns_program;
 

@@ -44,8 +44,7 @@ D3_HD int d3_ns_begins_segment(int32_t step, const int32_t* restarts, int32_t re
     return 0;
 }
 
-D3_HD int d3_ns_ends_segment(int32_t step, int32_t steps, const int32_t* restarts,
-                             int32_t restart_count) {
+D3_HD int d3_ns_ends_segment(int32_t step, int32_t steps, const int32_t* restarts, int32_t restart_count) {
     return step + 1 == steps || d3_ns_begins_segment(step + 1, restarts, restart_count);
 }
 

@@ -107,8 +107,8 @@ D3_HD d3_adamw d3_adamw_scalars(const float* hyper, float step) {
     s.beta2_complement = hyper[DION3_ADAMW_BETA2_COMPLEMENT];
     s.eps = hyper[DION3_ADAMW_EPS];
     s.sign = hyper[DION3_ADAMW_SIGN];
-    s.step_size = (float)((double)hyper[DION3_ADAMW_STEP] /
-                          (1.0 - d3_power(1.0 - (double)s.beta1_complement, t)));
+    s.step_size =
+        (float)((double)hyper[DION3_ADAMW_STEP] / (1.0 - d3_power(1.0 - (double)s.beta1_complement, t)));
     s.root = (float)sqrt(1.0 - d3_power(1.0 - (double)s.beta2_complement, t));
     return s;
 }

@@ -17,6 +17,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -26,11 +27,20 @@ using at::Tensor;
 using at::TensorList;
 using Ints = at::IntArrayRef;
 
-void check_length(const char* op, const char* name, int64_t length, int64_t n) {
-    TORCH_CHECK(length == n, "dion3::", op, ": ", name, " has ", length, " entries, must have ", n);
+struct Length {
+    const char* name;
+    size_t length;
+};
+
+/* All lists have one entry a matrix. */
+void check_lengths(const char* op, int64_t n, std::initializer_list<Length> lists) {
+    for (const Length& list : lists) {
+        TORCH_CHECK(static_cast<int64_t>(list.length) == n, "dion3::", op, ": ", list.name, " has ",
+                    list.length, " entries, must have ", n);
+    }
 }
 
-/* The tensor is there, or absent where that is allowed; its device and dtype are right. */
+/* An empty tensor says "absent". */
 bool present(const Tensor& t) { return t.defined() && t.numel() > 0; }
 
 void check_device(const char* op, const char* name, int64_t i, const Tensor& t, at::Device device) {
@@ -70,8 +80,8 @@ dion3_tensor matrix(const char* op, const char* name, int64_t i, const Tensor& t
     TORCH_CHECK(s.batch == want.batch && s.rows == want.rows && s.cols == want.cols, "dion3::", op, ": ",
                 name, "[", i, "] has shape ", t.sizes(), ", must be (", want.batch, ", ", want.rows, ", ",
                 want.cols, ")");
-    return {t.data_ptr(), t.dim() == 3 ? t.stride(0) : 0, t.stride(-2), t.stride(-1),
-            dtype_of(op, name, i, t), 0};
+    return {t.data_ptr(), t.dim() == 3 ? t.stride(0) : 0, t.stride(-2),
+            t.stride(-1), dtype_of(op, name, i, t),       0};
 }
 
 /* A dense array of a known type, or NULL when it is absent. */
@@ -139,10 +149,11 @@ void call(const std::vector<Item>& items, at::Device device, CpuFunction<Item> c
                       c10::cuda::getCurrentCUDAStream(device.index()).stream()));
 }
 #define D3_CALL(op) call(items, device, dion3_##op##_cpu, dion3_##op##_cuda)
-#define D3_CALL_WITH_WORKSPACE(op)                                                                     \
+#define D3_CALL_WITH_WORKSPACE(op)                                                                           \
     call(items, device, dion3_##op##_cpu, dion3_##op##_workspace_size, dion3_##op##_cuda)
 #else
-template <typename Item> void call(const std::vector<Item>& items, CpuFunction<Item> cpu) {
+template <typename Item>
+void call(const std::vector<Item>& items, CpuFunction<Item> cpu) {
     check_status(cpu(items.data(), static_cast<int64_t>(items.size())));
 }
 #define D3_CALL(op) call(items, dion3_##op##_cpu)
@@ -153,11 +164,12 @@ void momentum_(TensorList momentum, TensorList grad, const Tensor& hyper, Ints g
                TensorList score, TensorList sumsq) {
     const char* op = "momentum_";
     const int64_t n = static_cast<int64_t>(momentum.size());
-    check_length(op, "grad", grad.size(), n);
-    check_length(op, "group", group.size(), n);
-    check_length(op, "axis", axis.size(), n);
-    check_length(op, "score", score.size(), n);
-    check_length(op, "sumsq", sumsq.size(), n);
+    check_lengths(op, n,
+                  {{"grad", grad.size()},
+                   {"group", group.size()},
+                   {"axis", axis.size()},
+                   {"score", score.size()},
+                   {"sumsq", sumsq.size()}});
     if (n == 0) return;
     const at::Device device = momentum[0].device();
     std::vector<dion3_momentum_item> items(n);
@@ -182,11 +194,12 @@ void select_(TensorList score, TensorList sumsq, TensorList indices, TensorList 
              Ints k) {
     const char* op = "select_";
     const int64_t n = static_cast<int64_t>(score.size());
-    check_length(op, "sumsq", sumsq.size(), n);
-    check_length(op, "indices", indices.size(), n);
-    check_length(op, "slots", slots.size(), n);
-    check_length(op, "norm", norm.size(), n);
-    check_length(op, "k", k.size(), n);
+    check_lengths(op, n,
+                  {{"sumsq", sumsq.size()},
+                   {"indices", indices.size()},
+                   {"slots", slots.size()},
+                   {"norm", norm.size()},
+                   {"k", k.size()}});
     if (n == 0) return;
     const at::Device device = score[0].device();
     std::vector<dion3_select_item> items(n);
@@ -217,12 +230,13 @@ void gather_(TensorList momentum, TensorList grad, TensorList indices, TensorLis
              Ints group, Ints axis, TensorList out) {
     const char* op = "gather_";
     const int64_t n = static_cast<int64_t>(momentum.size());
-    check_length(op, "grad", grad.size(), n);
-    check_length(op, "indices", indices.size(), n);
-    check_length(op, "norm", norm.size(), n);
-    check_length(op, "group", group.size(), n);
-    check_length(op, "axis", axis.size(), n);
-    check_length(op, "out", out.size(), n);
+    check_lengths(op, n,
+                  {{"grad", grad.size()},
+                   {"indices", indices.size()},
+                   {"norm", norm.size()},
+                   {"group", group.size()},
+                   {"axis", axis.size()},
+                   {"out", out.size()}});
     if (n == 0) return;
     const at::Device device = momentum[0].device();
     std::vector<dion3_gather_item> items(n);
@@ -246,14 +260,15 @@ void gather_(TensorList momentum, TensorList grad, TensorList indices, TensorLis
     D3_CALL(gather);
 }
 
-void neuron_(TensorList update, TensorList second_moment, TensorList indices, const Tensor& hyper,
-             Ints group, TensorList factor) {
+void neuron_(TensorList update, TensorList second_moment, TensorList indices, const Tensor& hyper, Ints group,
+             TensorList factor) {
     const char* op = "neuron_";
     const int64_t n = static_cast<int64_t>(update.size());
-    check_length(op, "second_moment", second_moment.size(), n);
-    check_length(op, "indices", indices.size(), n);
-    check_length(op, "group", group.size(), n);
-    check_length(op, "factor", factor.size(), n);
+    check_lengths(op, n,
+                  {{"second_moment", second_moment.size()},
+                   {"indices", indices.size()},
+                   {"group", group.size()},
+                   {"factor", factor.size()}});
     if (n == 0) return;
     const at::Device device = update[0].device();
     std::vector<dion3_neuron_item> items(n);
@@ -278,17 +293,18 @@ void update_(TensorList weight, TensorList update, TensorList slots, TensorList 
              Ints index_base, Ints index_batch_stride, Ints index_row_stride) {
     const char* op = "update_";
     const int64_t n = static_cast<int64_t>(weight.size());
-    check_length(op, "update", update.size(), n);
-    check_length(op, "slots", slots.size(), n);
-    check_length(op, "factor", factor.size(), n);
-    check_length(op, "group", group.size(), n);
-    check_length(op, "axis", axis.size(), n);
-    check_length(op, "scale", scale.size(), n);
-    check_length(op, "step", step.size(), n);
-    check_length(op, "param_id", param_id.size(), n);
-    check_length(op, "index_base", index_base.size(), n);
-    check_length(op, "index_batch_stride", index_batch_stride.size(), n);
-    check_length(op, "index_row_stride", index_row_stride.size(), n);
+    check_lengths(op, n,
+                  {{"update", update.size()},
+                   {"slots", slots.size()},
+                   {"factor", factor.size()},
+                   {"group", group.size()},
+                   {"axis", axis.size()},
+                   {"scale", scale.size()},
+                   {"step", step.size()},
+                   {"param_id", param_id.size()},
+                   {"index_base", index_base.size()},
+                   {"index_batch_stride", index_batch_stride.size()},
+                   {"index_row_stride", index_row_stride.size()}});
     if (n == 0) return;
     const at::Device device = weight[0].device();
     std::vector<dion3_update_item> items(n);
@@ -297,24 +313,25 @@ void update_(TensorList weight, TensorList update, TensorList slots, TensorList 
         const Sizes o = sizes_of(op, "update", i, update[i]);
         const bool by_columns = axis[i] == DION3_COLS;
         const int64_t k = by_columns ? o.cols : o.rows;
-        items[i] = {matrix(op, "weight", i, weight[i], device, s),
-                    matrix(op, "update", i, update[i], device, selected(s, axis[i], k)),
-                    s.batch,
-                    s.rows,
-                    s.cols,
-                    k,
-                    array<int32_t>(op, "slots", i, slots[i], device, s.batch * (by_columns ? s.cols : s.rows)),
-                    array<float>(op, "factor", i, factor[i], device, s.batch * o.rows),
-                    hyper_row(op, hyper, device, i, group[i]),
-                    array<float>(op, "step", i, step[i], device, 1),
-                    static_cast<uint64_t>(seed),
-                    index_base[i],
-                    index_batch_stride[i],
-                    index_row_stride[i],
-                    static_cast<uint32_t>(param_id[i]),
-                    static_cast<int32_t>(axis[i]),
-                    static_cast<float>(scale[i]),
-                    0};
+        items[i] = {
+            matrix(op, "weight", i, weight[i], device, s),
+            matrix(op, "update", i, update[i], device, selected(s, axis[i], k)),
+            s.batch,
+            s.rows,
+            s.cols,
+            k,
+            array<int32_t>(op, "slots", i, slots[i], device, s.batch * (by_columns ? s.cols : s.rows)),
+            array<float>(op, "factor", i, factor[i], device, s.batch * o.rows),
+            hyper_row(op, hyper, device, i, group[i]),
+            array<float>(op, "step", i, step[i], device, 1),
+            static_cast<uint64_t>(seed),
+            index_base[i],
+            index_batch_stride[i],
+            index_row_stride[i],
+            static_cast<uint32_t>(param_id[i]),
+            static_cast<int32_t>(axis[i]),
+            static_cast<float>(scale[i]),
+            0};
     }
     D3_CALL(update);
 }
@@ -333,14 +350,15 @@ void adamw_(TensorList param, TensorList grad, TensorList exp_avg, TensorList ex
             Ints index_base) {
     const char* op = "adamw_";
     const int64_t n = static_cast<int64_t>(param.size());
-    check_length(op, "grad", grad.size(), n);
-    check_length(op, "exp_avg", exp_avg.size(), n);
-    check_length(op, "exp_avg_sq", exp_avg_sq.size(), n);
-    check_length(op, "step", step.size(), n);
-    check_length(op, "group", group.size(), n);
-    check_length(op, "stochastic", stochastic.size(), n);
-    check_length(op, "param_id", param_id.size(), n);
-    check_length(op, "index_base", index_base.size(), n);
+    check_lengths(op, n,
+                  {{"grad", grad.size()},
+                   {"exp_avg", exp_avg.size()},
+                   {"exp_avg_sq", exp_avg_sq.size()},
+                   {"step", step.size()},
+                   {"group", group.size()},
+                   {"stochastic", stochastic.size()},
+                   {"param_id", param_id.size()},
+                   {"index_base", index_base.size()}});
     if (n == 0) return;
     const at::Device device = param[0].device();
     std::vector<dion3_adamw_item> items(n);

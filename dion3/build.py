@@ -24,7 +24,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 native, reason = _load()
-"""The extension module dion3._C (None where it is missing), and why it is missing (None where it is not)."""
+"""The extension module dion3._C, and None; or None, and why it is missing."""
 
 if native is None:
     warnings.warn(
@@ -39,10 +39,10 @@ def build_info() -> dict[str, Any]:
     """Facts of this installation.
 
     Returns:
-        A dict with keys ``native`` (bool: the C part is loaded), ``cuda`` (bool: it has CUDA kernels),
-        ``reason`` (str or None: why it is missing), ``compiler`` and ``torch_built`` (str or None: what built
-        it), ``torch`` (str: the torch that runs), ``torch_cuda`` (str or None: the CUDA that torch was
-        built for).
+        A dict: ``native`` (bool), the C part is loaded; ``cuda`` (bool), it has CUDA kernels;
+        ``reason`` (str or None), why it is missing; ``compiler`` and ``torch_built`` (str or None),
+        what built it; ``torch`` (str), the torch that runs; ``torch_cuda`` (str or None), the CUDA
+        that torch was built for.
     """
     return {
         "native": native is not None,

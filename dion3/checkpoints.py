@@ -2,10 +2,11 @@
 
 A state dict has torch's form. Two things need care.
 
-The momentum of `Dion3` was damped at the end of the last step, that of `Muon` will be at the beginning
-of the next one: Dion3's is mu times Muon's. A state dict must therefore tell which it holds, by keys that
-torch.optim.Muon has too (distributed-checkpoint loaders demand from a checkpoint every key that a live
-group has, and hand over no other). The form of `ns_coefficients` tells:
+The momentum of `Dion3` was damped at the end of the last step, that of `Muon` will be at the
+beginning of the next one: Dion3's is mu times Muon's. A state dict must therefore tell which it
+holds, by keys that torch.optim.Muon has too (distributed-checkpoint loaders demand from a
+checkpoint every key that a live group has, and hand over no other). The form of `ns_coefficients`
+tells:
 
   plain numbers, 3 or 3 per step    momentum as Muon's (torch.optim.Muon has 3 numbers)
   None, or one tuple per step       momentum as Dion3's
@@ -70,8 +71,8 @@ def prepare_load(
     options: Options,
     rule: str,
 ) -> tuple[defaultdict[Tensor, dict[str, Any]], list[dict[str, Any]]]:
-    """The state and groups that an optimizer has after loading; nothing live is changed, except that
-    a learning rate held in a tensor takes its new value once everything was found good.
+    """The state and groups that an optimizer has after loading; nothing live is changed, except
+    that a learning rate held in a tensor takes its new value once everything was found good.
 
     Raises:
         ValueError: the dict does not fit.
@@ -96,8 +97,8 @@ def prepare_load(
                 state[parameter] = _loaded(index, parameter, entry, checked, factor)
     if pending:
         raise ValueError(
-            f"the state dict has state for parameters {sorted(map(str, pending))} that no group of it "
-            "lists: it is damaged or was made for another optimizer"
+            f"the state dict has state for parameters {sorted(map(str, pending))} that no group of "
+            "it lists: it is damaged or was made for another optimizer"
         )
     for tensor, value in fills:
         tensor.fill_(float(value))
@@ -140,7 +141,8 @@ def _saved_groups(
 def _merged_group(
     number: int, group: Mapping[str, Any], saved: Mapping[str, Any], rule: str
 ) -> dict[str, Any]:
-    """The saved values over the live ones. Keys that the checkpoint lacks keep their live values."""
+    """The saved values over the live ones. Keys that the checkpoint lacks keep their live
+    values."""
     algorithm, was = group.get("algorithm", "dion3"), saved.get("algorithm")
     if was is not None and was != algorithm:
         raise ValueError(
@@ -181,7 +183,7 @@ def _loaded(
     moments = {"momentum_buffer", "exp_avg"}
     if not moments & set(spec) & set(entry) and moments & set(entry):
         raise ValueError(
-            f"{where} has the state {sorted(entry)} of another algorithm; needed is {sorted(spec)}: "
+            f"{where} has the state {sorted(entry)} of another algorithm, not {sorted(spec)}: "
             "build the optimizer with the groups it was saved with"
         )
     loaded = {}
@@ -197,7 +199,7 @@ def _loaded(
     return loaded
 
 
-# ---- the dion package ------------------------------------------------------------------------------
+# ---- the dion package ----
 
 _DION_LR = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
 _DION_RULES = {"dion2": "dion3", "nordion2": "dion3", "muon": "muon", "normuon": "muon"}
@@ -206,8 +208,8 @@ _DION_RULES = {"dion2": "dion3", "nordion2": "dion3", "muon": "muon", "normuon":
 def convert_from_dion(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of the `dion` package's Dion2, Dion3 (NorDion2), Muon or NorMuon as one of ours.
 
-    There momentum sums gradients, here it averages them: matrix momentum is multiplied by 1 - mu, in
-    float32. `momentum`, `variance_neuron` (..., rows, 1), `variance` and `step_dev` (in older
+    There momentum sums gradients, here it averages them: matrix momentum is multiplied by 1 - mu,
+    in float32. `momentum`, `variance_neuron` (..., rows, 1), `variance` and `step_dev` (in older
     checkpoints the group's `step`) become `momentum_buffer`, `neuron_second_moment` (..., rows),
     `exp_avg` or `exp_avg_sq`, and `step`.
 
@@ -215,7 +217,8 @@ def convert_from_dion(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         state_dict: as returned there by `optimizer.state_dict()`; it is not changed.
 
     Returns:
-        A dict for `Dion3.load_state_dict` (or Muon's, NorMuon's) of an optimizer with the same groups.
+        A dict for `Dion3.load_state_dict` (or Muon's, NorMuon's) of an optimizer with the same
+        groups.
 
     Raises:
         ValueError: an algorithm or state key that has no counterpart here.

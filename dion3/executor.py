@@ -9,8 +9,8 @@
     update_             W <- round(a W - b O)                             lines 7-8
   adamw_              the other parameters
 
-The lists below are the operations' arguments: entry i of each belongs to piece i. They are made once;
-in steady state only the gradients are collected anew.
+The lists below are the operations' arguments: entry i of each belongs to piece i. They are made
+once; in steady state only the gradients are collected anew.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class DevicePlan:
             self.norm.append(take(stack, torch.float64))
             selective = piece.selective
             self.score.append(take((*stack, n), torch.float64) if selective else self.absent)
-            self.indices.append(
-                take((*stack, piece.k), torch.int32) if selective else self.absent
-            )
+            self.indices.append(take((*stack, piece.k), torch.int32) if selective else self.absent)
             self.slots.append(take((*stack, n), torch.int32) if selective else self.absent)
 
     def _list_weights(self, state: State) -> None:
@@ -113,7 +111,9 @@ class DevicePlan:
             self.staged[id(parameter)] = (parameter.detach(), copy)
         return self.staged[id(parameter)][1]
 
-    def run(self, grads: Sequence[Tensor | None], hyper: Tensor, observed: list[Any] | None) -> None:
+    def run(
+        self, grads: Sequence[Tensor | None], hyper: Tensor, observed: list[Any] | None
+    ) -> None:
         """One step on this device.
 
         Args:
@@ -140,12 +140,8 @@ class DevicePlan:
         grad = dense(grads[index])
         return grad if view is None else view(grad)
 
-    def _run_matrices(
-        self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None
-    ) -> None:
-        ops.momentum_(
-            self.momentum, grads, hyper, self.group, self.axis, self.score, self.sumsq
-        )
+    def _run_matrices(self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None) -> None:
+        ops.momentum_(self.momentum, grads, hyper, self.group, self.axis, self.score, self.sumsq)
         ops.select_(self.score, self.sumsq, self.indices, self.slots, self.norm, self.k)
         seen = [g if n else self.absent for g, n in zip(grads, self.nesterov, strict=True)]
         for part in self.passes:
@@ -217,7 +213,6 @@ class Pass:
         self.index_base = [piece.index_base for piece in pieces]
         self.index_batch_stride = [piece.index_batch_stride for piece in pieces]
         self.index_row_stride = [piece.index_row_stride for piece in pieces]
-        # zip(*) of nothing gives nothing to unpack, hence the five lists
         self.neuron_lists: list[list[Any]] = [[entry[i] for entry in self.neuron] for i in range(5)]
 
     def run(self, plan: DevicePlan, grads: list[Tensor], hyper: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The table of scalars that the kernels read: one row per parameter group, refreshed before a step.
 
-A schedule may assign a float to `group["lr"]`, fill a tensor in place, or keep the tensor on the GPU.
-Floats and CPU tensors are compared with the last step's and written only when they changed. A learning
-rate that lives on a GPU is never read back: its two entries are computed there.
+A schedule may assign a float to `group["lr"]`, fill a tensor in place, or keep the tensor on the
+GPU. Floats and CPU tensors are compared with the last step's and written only when they changed. A
+learning rate that lives on a GPU is never read back: its two entries are computed there.
 """
 
 from __future__ import annotations

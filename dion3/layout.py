@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .options import GroupOptions, selection_count, shape_scale
@@ -144,8 +145,8 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def keeps_strides(parameter: Tensor, options: GroupOptions) -> bool:
-    """Whether state with the parameter's strides serves: memory without gaps, in which the pieces of a
-    matrix parameter can be seen. Otherwise its state is contiguous."""
+    """Whether state with the parameter's strides serves: memory without gaps, in which the pieces
+    of a matrix parameter can be seen. Otherwise its state is contiguous."""
     if is_traceable_wrapper_subclass(parameter) or memory_order(parameter) is None:
         return False
     if options.algorithm == "adamw" or parameter.numel() == 0:
@@ -156,13 +157,13 @@ def keeps_strides(parameter: Tensor, options: GroupOptions) -> bool:
 
 def check_parameter(name: str, parameter: Tensor, options: GroupOptions) -> None:
     """Raise ValueError or RuntimeError, naming the parameter, if it cannot be optimised."""
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"parameter {name} is not initialised yet: run one forward pass first")
     shape = tuple(parameter.shape)
     kind = type(parameter).__name__
     if _is_dtensor(parameter):
         raise ValueError(
-            f"parameter {name} is a DTensor with placements {parameter.placements}: "
+            f"parameter {name} is a DTensor, {getattr(parameter, 'placements', '')}: "
             "distributed tensors are not supported yet; build the optimizer on plain parameters"
         )
     if kind == "FlatParameter" or name.endswith("_flat_param'"):
@@ -303,8 +304,9 @@ def _form(
 
 
 def _flatten_order(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions after the first, outermost in memory first, if that makes the parameter a matrix
-    without copying (channels_last kernels); () if nothing has to be, or can be, rearranged."""
+    """The dimensions after the first, outermost in memory first, if that makes the parameter a
+    matrix without copying (channels_last kernels); () if nothing has to be, or can be,
+    rearranged."""
     if is_traceable_wrapper_subclass(parameter) or parameter.is_contiguous():
         return ()
     strides = parameter.stride()

@@ -1,5 +1,5 @@
-"""`Muon` and `NorMuon`: the same step with every slice selected and momentum damped before the gradient
-is added, as torch.optim.Muon and the NorMuon paper have it."""
+"""`Muon` and `NorMuon`: the same step with every slice selected and momentum damped before the
+gradient is added, as torch.optim.Muon and the NorMuon paper have it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .optimizer import Dion3
 class Muon(Dion3):
     """A faster `torch.optim.Muon`: same arguments, same numbers, interchangeable checkpoints.
 
-    The nine positional arguments are torch.optim.Muon's, with its defaults. "Same numbers" means the
-    same algorithm; torch runs Newton-Schulz in bfloat16, here `ns_dtype` decides. Weights are rounded
-    to nearest by default, as there; with bfloat16 weights and no float32 copy of them,
+    The nine positional arguments are torch.optim.Muon's, with its defaults. "Same numbers" means
+    the same algorithm; torch runs Newton-Schulz in bfloat16, here `ns_dtype` decides. Weights are
+    rounded to nearest by default, as there; with bfloat16 weights and no float32 copy of them,
     `rounding="stochastic"` keeps weight decay and small updates from being rounded away.
 
     Beyond torch.optim.Muon: stacks of matrices, heads and blocks, AdamW groups, `maximize`, and all
@@ -75,11 +75,11 @@ class Muon(Dion3):
 
 
 class NorMuon(Dion3):
-    """NorMuon: `Muon` with the neuron norm. Every output row of the orthogonal update is divided by the
-    root of its running second moment, and the matrix is brought back to its Frobenius norm.
+    """NorMuon: `Muon` with the neuron norm. Every output row of the orthogonal update is divided by
+    the root of its running second moment, and the matrix is brought back to its Frobenius norm.
 
-    Arguments as `Dion3` without those of selection; Polar Express coefficients and no Nesterov momentum
-    by default.
+    Arguments as `Dion3` without those of selection; Polar Express coefficients and no Nesterov
+    momentum by default.
     """
 
     def __init__(

@@ -1,15 +1,16 @@
 """The operators of the optimizer step, one per function of csrc/dion3.h, as torch custom ops.
 
-The schemas are defined here, once. Where the native part has a kernel for a device, it registers itself
-(csrc/torch_binding.cpp); elsewhere the function of the same name in :mod:`dion3.reference` runs, so every
-operator runs on every device.
+The schemas are defined here, once. Where the native part has a kernel for a device, it registers
+itself (csrc/torch_binding.cpp); elsewhere the function of the same name in :mod:`dion3.reference`
+runs, so every operator runs on every device.
 
-Lists hold one entry per matrix: (rows, cols) or (batch, rows, cols), any strides; float32, float16 or
-bfloat16 in any mix. What belongs to a matrix (``score``, ``sumsq``, ``indices``, ``slots``, ``norm``,
-``factor``, ``second_moment``) has a leading batch dimension if the matrix has one, and is contiguous. An empty
-tensor in an optional place means "absent". ``hyper`` is a float32 tensor (groups, 12) on the same device
-whose columns csrc/dion3.h names, and ``group[i]`` the row of matrix i. ``axis``: 0 selects rows, 1 columns.
-All raise RuntimeError, with the argument's name and value, before anything is written.
+Lists hold one entry per matrix: (rows, cols) or (batch, rows, cols), any strides; float32, float16
+or bfloat16 in any mix. What belongs to a matrix (``score``, ``sumsq``, ``indices``, ``slots``,
+``norm``, ``factor``, ``second_moment``) has a leading batch dimension if the matrix has one, and is
+contiguous. An empty tensor in an optional place means "absent". ``hyper`` is a float32 tensor
+(groups, 12) on the same device whose columns csrc/dion3.h names, and ``group[i]`` the row of matrix
+i. ``axis``: 0 selects rows, 1 columns. All raise RuntimeError, with the argument's name and value,
+before anything is written.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def is_native(name: str, device: torch.device | str) -> bool:
     """Whether the operator has a compiled kernel for the device (else dion3.reference runs)."""
     kind = torch.device(device).type
     module = build.native
-    return name in NAMES and module is not None and (kind == "cpu" or (kind == "cuda" and module.cuda))
+    return (
+        name in NAMES and module is not None and (kind == "cpu" or (kind == "cuda" and module.cuda))
+    )
 
 
 def _written(tensors: Sequence[Tensor]) -> None:
@@ -90,7 +93,7 @@ def momentum_(
     score: Sequence[Tensor],
     sumsq: Sequence[Tensor],
 ) -> None:
-    """m <- keep * m + gain * g in place, and per slice the sums of |m| and of squares (Algorithm 4 line 1).
+    """m <- keep * m + gain * g, and per slice the sums of |m| and of squares (Algorithm 4 line 1).
 
     Args:
         momentum: in/out, any of the three dtypes; rounded once, to nearest.
@@ -112,7 +115,8 @@ def select_(
 ) -> None:
     """The k slices with the largest score (Algorithm 4 line 2).
 
-    NaN counts as the largest, ties go to the lower index, indices come out ascending; k = n is the identity.
+    NaN counts as the largest, ties go to the lower index, indices come out ascending; k = n is the
+    identity.
 
     Args:
         score: float64 (batch, n); may be absent where k = n.
@@ -122,7 +126,8 @@ def select_(
         norm: out, float64 (batch): the root of the selected sumsq; or absent.
         k: how many to select, 1 .. n.
     """
-    torch.ops.dion3.select_(score, sumsq, indices, slots, norm, k)
+    if score:  # an empty list has no device to dispatch on
+        torch.ops.dion3.select_(score, sumsq, indices, slots, norm, k)
 
 
 def gather_(
@@ -135,7 +140,9 @@ def gather_(
     axis: Sequence[int],
     out: Sequence[Tensor],
 ) -> None:
-    """out <- m[selected] / max(norm, eps), then m[selected] <- feedback * m[selected] (Algorithm 4 lines 3, 9).
+    """out <- m[selected] / max(norm, eps), then m[selected] <- feedback * m[selected].
+
+    Algorithm 4 lines 3 and 9.
 
     Args:
         momentum: in/out.
@@ -184,7 +191,9 @@ def update_(
     index_batch_stride: Sequence[int],
     index_row_stride: Sequence[int],
 ) -> None:
-    """w <- round(a * w - g * o) where selected, round(a * w) elsewhere, g = b * scale * factor (lines 7-8).
+    """w <- round(a * w - g * o) where selected, round(a * w) elsewhere (Algorithm 4 lines 7-8).
+
+    a is the decay and g = b * scale * factor, with b the learning rate.
 
     Args:
         weight: in/out, rounded once.
@@ -194,8 +203,9 @@ def update_(
         hyper, group, axis: see the module.
         scale: shape scale of the learning rate.
         step: one float32 each, the step's number: round stochastically; or absent: to nearest.
-        seed, param_id, index_base, index_batch_stride, index_row_stride: what the random bits of element
-            (b, i, j) depend on beside step: its index is base + b * batch_stride + i * row_stride + j.
+        seed, param_id, index_base, index_batch_stride, index_row_stride: what the random bits of
+            element (b, i, j) depend on beside step: its index is base + b * batch_stride + i *
+            row_stride + j.
     """
     torch.ops.dion3.update_(
         weight, update, slots, factor, hyper, group, axis, scale, step, seed, param_id,
@@ -221,12 +231,14 @@ def adamw_(
 
     Args:
         param: in/out, rounded once.
-        grad, exp_avg, exp_avg_sq: of the parameters' shapes; the latter two in/out and of one dtype.
+        grad, exp_avg, exp_avg_sq: of the parameters' shapes; the latter two in/out and of one
+            dtype.
         step: one float32 each: the number of this step, 1 at the first.
         hyper: as in the module, with the columns of an AdamW group.
         group: see the module.
         stochastic: whether to round the parameter stochastically.
-        seed, param_id, index_base: what the random bits depend on beside step and the element's place.
+        seed, param_id, index_base: what the random bits depend on beside step and the element's
+            place.
     """
     torch.ops.dion3.adamw_(
         param, grad, exp_avg, exp_avg_sq, step, hyper, group, stochastic, seed, param_id, index_base
@@ -235,6 +247,6 @@ def adamw_(
 
 
 def newton_schulz_out(*args: Any) -> None:
-    """The grouped Newton-Schulz operator of :mod:`dion3.newton_schulz`, beside the others for the executor."""
+    """The grouped operator of :mod:`dion3.newton_schulz`, beside the others for the executor."""
     operator: Callable[..., None] = torch.ops.dion3.newton_schulz_out
     operator(*args)

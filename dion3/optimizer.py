@@ -1,8 +1,8 @@
 """The optimizer class `Dion3`: arguments, groups, state, checkpoints, and the call of the plan.
 
-The update rule is Algorithm 4 of "Dion3: Full-Stack Orthogonal Updates"; `reference_step` is the same
-in a page of plain PyTorch. Momentum is kept as an exponential average, (1 - mu) times the paper's, so
-that the buffers of torch.optim.Muon are of the same scale.
+The update rule is Algorithm 4 of "Dion3: Full-Stack Orthogonal Updates"; `reference_step` is the
+same in a page of plain PyTorch. Momentum is kept as an exponential average, (1 - mu) times the
+paper's, so that the buffers of torch.optim.Muon are of the same scale.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class Dion3(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs, or group dicts. Matrices are 2-D, or stacks of
             matrices (3-D and higher); `dion3.param_groups(model)` makes the groups. A group may set
-            any argument below except `seed`, besides: `algorithm` ("dion3", or "adamw" for parameters
-            that are no hidden matrices; `use_muon` and `adamw_lr` are aliases), `num_heads` with
-            `head_axis`, `split_sizes`, `flatten` (see `dion3.layout`). In an AdamW group `lr` is used
-            as it is, `betas` and `eps` are AdamW's, and `weight_decay` defaults to 0.
+            any argument below except `seed`, besides: `algorithm` ("dion3", or "adamw" for
+            parameters that are no hidden matrices; `use_muon` and `adamw_lr` are aliases),
+            `num_heads` with `head_axis`, `split_sizes`, `flatten` (see `dion3.layout`). In an AdamW
+            group `lr` is used as it is, `betas` and `eps` are AdamW's, and `weight_decay` defaults
+            to 0.
         lr: learning rate, a float or a tensor with one element.
         weight_decay: decoupled; every weight is multiplied by 1 - lr * weight_decay.
         momentum: mu, 0 <= mu < 1.
         nesterov: only with fraction=1.
-        ns_coefficients: None for Polar Express with safety 1.05, one (a, b, c) used `ns_steps` times,
-            or one triple per step.
+        ns_coefficients: None for Polar Express with safety 1.05, one (a, b, c) used `ns_steps`
+            times, or one triple per step.
         eps: the least norm that is divided by.
         ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: how the learning rate depends on the shape (rows, cols) of a matrix. None or
@@ -74,12 +75,13 @@ class Dion3(Optimizer):
         maximize: ascend.
 
     Raises:
-        ValueError: at construction and in `add_param_group`, for a wrong value, an unknown group key
-            or a parameter that cannot be served; nothing has been changed then.
+        ValueError: at construction and in `add_param_group`, for a wrong value, an unknown group
+            key or a parameter that cannot be served; nothing has been changed then.
         RuntimeError: for complex parameters, and in `step` for sparse gradients.
 
     A parameter whose gradient is None is left alone entirely: no decay, no momentum decay. State is
-    made at the first step for all parameters that require a gradient (`init_state` makes it earlier).
+    made at the first step for all parameters that require a gradient (`init_state` makes it
+    earlier).
     """
 
     def __init__(
@@ -110,7 +112,16 @@ class Dion3(Optimizer):
         adamw_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
-        values = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
+        values = (
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
         defaults = {k: CHECKS[k](k, v) for k, v in zip(MUON_KEYS, values, strict=True)}
         self._options = make_options(
             fraction=fraction,
@@ -132,9 +143,17 @@ class Dion3(Optimizer):
         group_options(defaults, self._options)
         self._forget()
         self._counts = {"steps": 0, "plans": 0}
-        self._observed: list[Any] | None = None
+        self._observed = None
         _refuse_sets(params)
         super().__init__(params, defaults)
+
+    # Annotations only: a value on the class would hide the object's from a wrapper around it.
+    _options: Options
+    _signature: Signature | None
+    _plans: list[DevicePlan]
+    _hyper: HyperTable
+    _counts: dict[str, int]
+    _observed: list[Any] | None
 
     def _momentum_rule(self) -> str:
         """Where momentum is damped: "dion3" after the selected slices were read, "muon" before the
@@ -190,8 +209,8 @@ class Dion3(Optimizer):
             What `closure` returned, or None.
 
         Raises:
-            ValueError: a learning rate that is not finite, a group value or parameter that has become
-                invalid. Nothing has been changed then.
+            ValueError: a learning rate that is not finite, a group value or parameter that has
+                become invalid. Nothing has been changed then.
             RuntimeError: a sparse gradient. Nothing has been changed then.
         """
         loss = None
@@ -233,8 +252,8 @@ class Dion3(Optimizer):
         self._counts["plans"] += 1
 
     def init_state(self) -> None:
-        """Make the state of all parameters that require a gradient now, instead of at the first step:
-        for checkpoints that are loaded into an existing state."""
+        """Make the state of all parameters that require a gradient now, instead of at the first
+        step: for checkpoints that are loaded into an existing state."""
         checked = self._checked_options()
         present = [False for group in self.param_groups for _ in group["params"]]
         with torch.no_grad():
@@ -252,8 +271,8 @@ class Dion3(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
-        self._signature: Signature | None = None
-        self._plans: list[DevicePlan] = []
+        self._signature = None
+        self._plans = []
         self._hyper = HyperTable(self._momentum_rule())
 
     # ---- pickling and checkpoints ----------------------------------------------------------------
@@ -268,8 +287,9 @@ class Dion3(Optimizer):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`. Group values that are tensors (a learning rate) are
-        written as plain numbers. See `dion3.checkpoints` for what marks the momentum's convention."""
+        """As `torch.optim.Optimizer.state_dict`. Group values that are tensors (a learning rate)
+        are written as plain numbers. See `dion3.checkpoints` for what marks the momentum's
+        convention."""
         state_dict = super().state_dict()
         checkpoints.make_plain(state_dict, self._momentum_rule())
         return state_dict
@@ -278,11 +298,12 @@ class Dion3(Optimizer):
         """Load a state dict of this class, of `dion3.Muon` or of `torch.optim.Muon`.
 
         State keeps the dtypes of `state_spec` (not the parameters'), and goes to the parameters'
-        devices. Momentum saved by the other rule is rescaled: Dion3's is mu times Muon's. A learning
-        rate that is a tensor here stays that tensor and takes the saved value.
+        devices. Momentum saved by the other rule is rescaled: Dion3's is mu times Muon's. A
+        learning rate that is a tensor here stays that tensor and takes the saved value.
 
         Raises:
-            ValueError: the dict does not fit the groups and parameters. Nothing has been changed then.
+            ValueError: the dict does not fit the groups and parameters. Nothing has been changed
+            then.
         """
         checkpoints.check_is_dict(state_dict)
         state_dict = dict(state_dict)
@@ -320,7 +341,7 @@ class Dion3(Optimizer):
         self._observed = [] if enabled else None
 
 
-# ---- parameters of a group -------------------------------------------------------------------------
+# ---- parameters of a group ----
 
 
 def _refuse_sets(params: Any) -> None:
@@ -350,7 +371,8 @@ def _listed(params: Any) -> tuple[list[str] | None, list[Tensor]]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"optimizer can only optimize Tensors, but one of the params is {torch.typename(tensor)}"
+                "optimizer can only optimize Tensors, but one of the params is "
+                + torch.typename(tensor)
             )
         if not (tensor.is_leaf or tensor.retains_grad):
             raise ValueError(
@@ -386,11 +408,11 @@ def _check_no_repeats(
 def _unusable_gradient(
     groups: Sequence[Mapping[str, Any]], index: int, grad: Tensor
 ) -> RuntimeError:
-    for number, group in enumerate(groups):
-        if index < len(group["params"]):
-            break
-        index -= len(group["params"])
-    name = _name(group.get("param_names"), index, number)
+    number = 0
+    while index >= len(groups[number]["params"]):
+        index -= len(groups[number]["params"])
+        number += 1
+    name = _name(groups[number].get("param_names"), index, number)
     if grad.layout is not torch.strided:
         return RuntimeError(
             f"dion3 does not support sparse gradients: parameter {name} has a {grad.layout} one; "

@@ -1,7 +1,8 @@
 """Every hyper-parameter of the optimizers: what it may be, and what a group that lacks it gets.
 
 All validation lives here, so that construction, `add_param_group`, `load_state_dict` and a value
-changed between two steps are judged alike. Every error names the argument, its value and the remedy.
+changed between two steps are judged alike. Every error names the argument, its value and the
+remedy.
 
 A parameter group carries the eight keys of `torch.optim.Muon`, plus those options of ours that the
 user set in that very group: flat distributed-checkpoint loaders demand each live group key from the
@@ -57,7 +58,7 @@ ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral", "spectral_unclamped"
 Coefficients = tuple[tuple[float, float, float], ...]
 
 
-# ---- single values -------------------------------------------------------------------------------
+# ---- single values ----
 
 
 def _bad(name: str, value: Any, remedy: str) -> ValueError:
@@ -261,12 +262,13 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 """One check per argument: (name, value) -> the value in canonical form, or ValueError."""
 
 
-# ---- the options of an optimizer, and of a group ---------------------------------------------------
+# ---- the options of an optimizer, and of a group ----
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `Dion3.__init__` takes beyond the keys of torch.optim.Muon; see there for the meanings."""
+    """What `Dion3.__init__` takes beyond the keys of torch.optim.Muon; see there for the
+    meanings."""
 
     fraction: float = 0.25
     neuron_norm: bool = False
@@ -381,7 +383,7 @@ def coefficient_steps(coefficients: Any, steps: int) -> int:
     return steps if len(coefficients) == 3 else len(coefficients) // 3
 
 
-# ---- the groups ----------------------------------------------------------------------------------
+# ---- the groups ----
 
 
 def normalise_group(
@@ -430,7 +432,7 @@ def _translate_aliases(group: dict[str, Any]) -> None:
         algorithm = "dion3" if _flag("use_muon", group.pop("use_muon")) else "adamw"
         if group.setdefault("algorithm", algorithm) != algorithm:
             raise ValueError(
-                f'use_muon={algorithm == "dion3"} contradicts algorithm={group["algorithm"]!r}: '
+                f"use_muon={algorithm == 'dion3'} contradicts algorithm={group['algorithm']!r}: "
                 "give one of them"
             )
     adamw = group.get("algorithm") == "adamw"
@@ -439,7 +441,7 @@ def _translate_aliases(group: dict[str, Any]) -> None:
             continue
         if not adamw:
             raise ValueError(
-                f'{alias}={group[alias]!r} in a matrix group: it belongs to a group with '
+                f"{alias}={group[alias]!r} in a matrix group: it belongs to a group with "
                 'algorithm="adamw" (or use_muon=False)'
             )
         if key in group:
@@ -447,7 +449,7 @@ def _translate_aliases(group: dict[str, Any]) -> None:
         group[key] = group.pop(alias)
 
 
-# ---- numbers that follow from them ---------------------------------------------------------------
+# ---- numbers that follow from them ----
 
 
 def selection_count(fraction: float, n: int) -> int:

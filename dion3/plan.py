@@ -1,11 +1,11 @@
 """What one step does, worked out once: which pieces of which parameters go through which operation.
 
-A plan is built at the first step and again whenever its signature changes: other parameters, pointers,
-shapes, state tensors, group options, or another set of parameters that have a gradient. Frameworks
-exchange parameters after construction, so nothing is planned before the first step.
+A plan is built at the first step and again whenever its signature changes: other parameters,
+pointers, shapes, state tensors, group options, or another set of parameters that have a gradient.
+Frameworks exchange parameters after construction, so nothing is planned before the first step.
 
-Matrices of equal shape stand together in one stack for Newton-Schulz (a bucket). Stacks are worked on
-in passes that reuse the same memory. The scratch memory of a device is therefore at most
+Matrices of equal shape stand together in one stack for Newton-Schulz (a bucket). Stacks are worked
+on in passes that reuse the same memory. The scratch memory of a device is therefore at most
 
   28 bytes per slice                                   sums, norms, indices, slots
   + the weights that cannot be written in place        wrapper subclasses and the like
@@ -98,8 +98,8 @@ class NSConfig(NamedTuple):
 def ns_config(options: GroupOptions, device: torch.device) -> NSConfig:
     """Resolve a group's Newton-Schulz options on a device.
 
-    `ns_dtype=None` is float16 on CUDA and float32 on CPU: there 16-bit arithmetic is emulated, which
-    costs time and gains nothing.
+    `ns_dtype=None` is float16 on CUDA and float32 on CPU: there 16-bit arithmetic is emulated,
+    which costs time and gains nothing.
     """
     given = options.ns_coefficients
     if given is not None and not isinstance(given[0], tuple) and len(given) > 3:

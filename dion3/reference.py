@@ -1,9 +1,10 @@
 """The step operations in plain PyTorch: slow, obvious, and equal to the C functions bit for bit.
 
-Each function has the name, arguments and meaning of an operator of :mod:`dion3.ops` and runs on any device.
-It is the specification in code, the oracle of the tests, and what runs where no native kernel is.
-Arithmetic is float32 with one rounding per operation (csrc/rows.h); sums are float64. Only the order of
-those sums is not the C functions', so scores and norms may differ in the last digits of a float64.
+Each function has the name, arguments and meaning of an operator of :mod:`dion3.ops` and runs on any
+device. It is the specification in code, the oracle of the tests, and what runs where no native
+kernel is. Arithmetic is float32 with one rounding per operation (csrc/rows.h); sums are float64.
+Only the order of those sums is not the C functions', so scores and norms may differ in the last
+digits of a float64.
 
 Legend: w weight, m momentum, g gradient, o orthogonalized update, v second moment; a list holds one
 entry per matrix, (rows, cols) or (batch, rows, cols); an empty tensor means "absent".
@@ -21,13 +22,14 @@ ROWS, COLS = 0, 1
 
 # Columns of hyper (csrc/dion3.h).
 DECAY, STEP, KEEP, GAIN, FEEDBACK, EPS, BETA2, NEURON_EPS, NESTEROV = range(9)
-ADAMW_DECAY, ADAMW_LR, BETA1, BETA1_COMPLEMENT, ADAMW_BETA2, BETA2_COMPLEMENT, ADAMW_EPS, SIGN = range(8)
+ADAMW_DECAY, ADAMW_LR, BETA1, BETA1_COMPLEMENT = range(4)
+ADAMW_BETA2, BETA2_COMPLEMENT, ADAMW_EPS, SIGN = range(4, 8)
 
 _MASK = 0xFFFFFFFF
 
 
 def selection_count(fraction: float, n: int) -> int:
-    """k = max(1, ceil(fraction * n)) without the float trap (0.07 * 100 gives 7), clamped to n; 0 for n = 0."""
+    """k = max(1, ceil(fraction * n)), clamped to n; 0 for n = 0. 0.07 * 100 is 7, not 8."""
     return min(n, max(1, math.ceil(fraction * n - 1e-6))) if n > 0 else 0
 
 
@@ -54,7 +56,7 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
 
 
 def random_bits(index: Tensor, seed: int, step: int, param_id: int) -> Tensor:
-    """The 16 random bits of each element, by its global index (int64); csrc/dion3_round.h has the contract."""
+    """The 16 random bits of each element by its global index (int64); see csrc/dion3_round.h."""
     block = index >> 3
     word = torch.full_like(block, step & _MASK)
     counter = (block & _MASK, block >> 32, word, torch.full_like(block, param_id & _MASK))
@@ -65,9 +67,9 @@ def random_bits(index: Tensor, seed: int, step: int, param_id: int) -> Tensor:
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """x (float32) as dtype: |y| = ulp * floor(|x| / ulp + bits / 65536), saturating at the largest finite value.
+    """x (float32) as dtype: |y| = ulp * floor(|x| / ulp + bits / 65536).
 
-    Inf and NaN pass through; float32 is returned as it is.
+    Finite values saturate at the largest one; Inf and NaN pass; float32 stays as it is.
     """
     if dtype == torch.float32:
         return x
@@ -83,7 +85,7 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return torch.copysign(rounded, x.double()).to(dtype)
 
 
-# ---- helpers --------------------------------------------------------------------------------------
+# ---- helpers ------------------------------------------------------------------------------------
 
 
 def _stack(t: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def _select_sum(x: Tensor) -> Tensor:
     return x.cumsum(-1)[..., -1] if x.shape[-1] else x.sum(-1)
 
 
-# ---- the six operations ---------------------------------------------------------------------------
+# ---- the six operations -------------------------------------------------------------------------
 
 
 def momentum_(
@@ -127,7 +129,7 @@ def momentum_(
     score: Sequence[Tensor],
     sumsq: Sequence[Tensor],
 ) -> None:
-    """m <- keep * m + gain * g, then the sums of |m| and of squares per slice (Algorithm 4 line 1)."""
+    """m <- keep * m + gain * g, then the sums per slice (Algorithm 4 line 1)."""
     for i, buffer in enumerate(momentum):
         row = hyper[group[i]]
         g = grad[i].float()
@@ -150,7 +152,7 @@ def select_(
     norm: Sequence[Tensor],
     k: Sequence[int],
 ) -> None:
-    """The k largest scores, ascending by index; ties to the lower index, NaN largest (Algorithm 4 line 2)."""
+    """The k largest scores; ties to the lower index, NaN largest (Algorithm 4 line 2)."""
     for i in range(len(score)):
         shaped = next((t for t in (score[i], sumsq[i]) if t.numel()), slots[i])
         if shaped.numel() == 0:
@@ -177,7 +179,7 @@ def select_(
 
 
 def _norm_scale(norm: Tensor, eps: Tensor) -> Tensor:
-    """(float)(1 / max(norm, eps)): 0 where that divides by 0, the largest float where it overflows."""
+    """(float)(1 / max(norm, eps)); 0 for a division by 0, and never Inf."""
     divisor = torch.where(norm < eps.double(), eps.double(), norm)
     scale = (1 / divisor).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(divisor == 0, torch.zeros_like(scale), scale).float()
@@ -193,7 +195,7 @@ def gather_(
     axis: Sequence[int],
     out: Sequence[Tensor],
 ) -> None:
-    """out <- m[selected] / max(norm, eps), then m[selected] <- feedback * m[selected] (Algorithm 4 lines 3, 9)."""
+    """out <- selected m / max(norm, eps), then its feedback (Algorithm 4 lines 3 and 9)."""
     for i in range(len(momentum)):
         row = hyper[group[i]]
         m = _slices(_stack(momentum[i]), axis[i])
@@ -223,7 +225,7 @@ def neuron_(
     group: Sequence[int],
     factor: Sequence[Tensor],
 ) -> None:
-    """The neuron second moments and the factor of each row of the update (Algorithm 4 lines 4-6)."""
+    """The second moments and the factor of each row of the update (Algorithm 4 lines 4-6)."""
     for i in range(len(update)):
         o = _stack(update[i]).double()
         if o.numel() == 0:

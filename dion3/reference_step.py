@@ -1,8 +1,8 @@
 """One whole Dion3 step of one matrix in a page of plain PyTorch: the specification in code.
 
-"Dion3: Full-Stack Orthogonal Updates", Algorithm 4, with momentum kept as an average ((1 - mu) times
-the paper's). Every line runs in the dtype of its arguments, so float64 arguments give the step without
-rounding; `Dion3` is tested against that.
+"Dion3: Full-Stack Orthogonal Updates", Algorithm 4, with momentum kept as an average ((1 - mu)
+times the paper's). Every line runs in the dtype of its arguments, so float64 arguments give the
+step without rounding; `Dion3` is tested against that.
 """
 
 from __future__ import annotations

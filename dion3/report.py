@@ -1,4 +1,5 @@
-"""`Dion3.describe` and `Dion3.stats`: what a step does, in words and numbers. Never on the hot path."""
+"""`Dion3.describe` and `Dion3.stats`: what a step does, in words and numbers. Never on the hot
+path."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def describe(groups: Groups, checked: Sequence[GroupOptions]) -> str:
     """The table of `Dion3.describe`, for all parameters that require a gradient."""
     present = [p.requires_grad for group in groups for p in group["params"]]
     work = divide(groups, checked, present)
-    rows = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for device, part in work.items():
         rows += [row for bucket in part.buckets for row in _bucket_rows(device, bucket)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
@@ -61,9 +62,7 @@ def _bucket_rows(device: torch.device, bucket: Bucket) -> list[tuple[str, ...]]:
             f"{method} {len(item.config.coefficients)} steps {dtype}{restart}",
         )
         counts[key] = counts.get(key, 0) + piece.batch
-    return [
-        (str(device), group, str(n), *rest) for (group, *rest), n in counts.items()
-    ]
+    return [(str(device), group, str(n), *rest) for (group, *rest), n in counts.items()]
 
 
 def _state_bytes_wanted(groups: Groups, checked: Sequence[GroupOptions]) -> int:

@@ -59,9 +59,7 @@ def new_state(
 ) -> Tensor:
     """A zero state tensor on the parameter's device."""
     strides = state_strides(parameter, options, shape)
-    return torch.empty_strided(
-        tuple(shape), strides, dtype=dtype, device=parameter.device
-    ).zero_()
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=parameter.device).zero_()
 
 
 def state_strides(

@@ -1,8 +1,8 @@
 """Scratch memory of the step: views made once, memory held only while a step runs.
 
-All scratch tensors of one device are views of one storage. Between steps that storage has size 0, so
-the optimizer keeps nothing but its documented state, while the views (and the lists of them that a
-plan holds) stay valid: growing the storage again gives them memory.
+All scratch tensors of one device are views of one storage. Between steps that storage has size 0,
+so the optimizer keeps nothing but its documented state, while the views (and the lists of them that
+a plan holds) stay valid: growing the storage again gives them memory.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ _GPU_REASON = "needs a CUDA device"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, and counted, without one")
+    config.addinivalue_line(
+        "markers", "gpu: needs a CUDA device; skipped, and counted, without one"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +29,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum(_GPU_REASON in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.write_line(
-            f"NOT RUN ON A GPU: {count} tests need a CUDA device and were skipped", yellow=True, bold=True
+            f"NOT RUN ON A GPU: {count} tests need a CUDA device and were skipped",
+            yellow=True,
+            bold=True,
         )
 
 

@@ -1,4 +1,6 @@
-"""What tests share: shapes from reports, dtypes, poisoned and guarded outputs, odd strides, the rows of hyper."""
+"""What tests share: shapes from reports, dtypes, poisoned and guarded outputs, odd strides, the
+rows of hyper.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Guarded:
 
 
 def with_layout(t: Tensor, layout: str) -> Tensor:
-    """The values of t with other strides: "dense", "transposed", "sliced" or "row-expanded" (rows all alike)."""
+    """The values of t with other strides: "dense", "transposed", "sliced" or "row-expanded" (rows
+    all alike).
+    """
     if layout == "dense":
         return t.clone()
     if layout == "transposed":

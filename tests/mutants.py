@@ -2,10 +2,10 @@
 
     python tests/mutants.py [--list] [--keep-going] [NAME ...]
 
-Each mutant is a small textual change in Python or C. The copy is built (only what the change touches is
-compiled again) and the tests named with the mutant must fail; before that, the same tests must pass on the
-unchanged copy. Exit code 1 if a mutant survives, 2 if the unchanged copy fails or a change no longer fits
-the sources.
+Each mutant is a small textual change in Python or C. The copy is built (only what the change
+touches is compiled again) and the tests named with the mutant must fail; before that, the same
+tests must pass on the unchanged copy. Exit code 1 if a mutant survives, 2 if the unchanged copy
+fails or a change no longer fits the sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ COPIED = ("csrc", "dion3", "tests", "build", "setup.py", "pyproject.toml", "Make
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is taken out: (old, new) pairs of text in one file; and the tests that must fail then."""
+    """What is taken out: (old, new) pairs of text in one file; and the tests that must fail
+    then."""
 
     feature: str
     file: str
@@ -124,7 +125,8 @@ MUTANTS = [
             (
                 "    int32_t place = 0;\n",
                 "    int32_t place = 0;\n    int64_t equal = 0;\n"
-                "    for (int64_t i = 0; score && i < it->n; ++i) equal += key_of(score[i]) == threshold;\n",
+                "    for (int64_t i = 0; score && i < it->n; ++i)\n"
+                "        equal += key_of(score[i]) == threshold;\n",
             ),
             ("(key == threshold && ties-- > 0)", "(key == threshold && equal-- <= ties)"),
         ),
@@ -357,7 +359,9 @@ def attempt(work: Path, mutant: Mutant) -> str:
 
 def main() -> int:
     """Run the mutants named on the command line, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="features; default: all")
     parser.add_argument("--list", action="store_true", help="print the features and stop")
     arguments = parser.parse_args()
@@ -384,7 +388,10 @@ def main() -> int:
             outcomes.append(outcome)
             took = time.monotonic() - begin
             place = f"[{number}/{len(chosen)}]"
-            print(f"{place} {outcome:13} without {mutant.feature}  ({mutant.tests}, {took:.0f} s)", flush=True)
+            print(
+                f"{place} {outcome:13} without {mutant.feature}  ({mutant.tests}, {took:.0f} s)",
+                flush=True,
+            )
     print(f"{outcomes.count('killed')} of {len(outcomes)} mutants were noticed")
     return 2 if "does not fit" in outcomes else int("survived" in outcomes)
 

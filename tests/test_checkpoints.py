@@ -30,7 +30,8 @@ def through_file(state_dict, **kwargs):
 
 
 def build(cls, device, dtype=torch.float32, **kwargs):
-    """A matrix, a stack, fused heads, and an AdamW vector; the optimizer; gradients for any step."""
+    """A matrix, a stack, fused heads, and an AdamW vector; the optimizer; gradients for any
+    step."""
     params = [parameter(8, 12, dtype=dtype), parameter(2, 6, 6, seed=1, dtype=dtype)]
     params += [parameter(12, 8, seed=2, dtype=dtype), parameter(7, seed=3, dtype=dtype)]
     params = [torch.nn.Parameter(p.detach().to(device)) for p in params]
@@ -47,7 +48,10 @@ def build(cls, device, dtype=torch.float32, **kwargs):
 
 
 def grads(params, t):
-    return [matrix(*p.shape, seed=100 * t + i, dtype=p.dtype, device=p.device) for i, p in enumerate(params)]
+    return [
+        matrix(*p.shape, seed=100 * t + i, dtype=p.dtype, device=p.device)
+        for i, p in enumerate(params)
+    ]
 
 
 def same_state(a, b):
@@ -57,10 +61,13 @@ def same_state(a, b):
         assert entry.keys() == b["state"][index].keys()
         for key, value in entry.items():
             other = b["state"][index][key]
-            assert value.dtype == other.dtype and torch.equal(value, other.to(value.device)), (index, key)
+            assert value.dtype == other.dtype and torch.equal(value, other.to(value.device)), (
+                index,
+                key,
+            )
 
 
-# ---- round trips -------------------------------------------------------------------------------------------
+# ---- round trips ----
 
 
 @classes
@@ -125,7 +132,8 @@ def test_steps_beyond_what_16_bits_count(device, dtype):
 
 
 def test_state_is_saved_whenever_asked(device):
-    """Between backward and zero_grad, before any step, after partial gradients, with frozen ones."""
+    """Between backward and zero_grad, before any step, after partial gradients, with frozen
+    ones."""
     params, opt = build(dion3.Dion3, device)
     assert opt.state_dict()["state"] == {}
     for p, g in zip(params, grads(params, 0), strict=True):
@@ -220,7 +228,10 @@ def test_a_stored_state_dict_of_the_first_version_loads(device):
     """Written out: what version 0.1.0 saves must load for ever."""
     stored = {
         "state": {
-            0: {"momentum_buffer": torch.full((4, 6), 0.5), "neuron_second_moment": torch.full((4,), 0.25)},
+            0: {
+                "momentum_buffer": torch.full((4, 6), 0.5),
+                "neuron_second_moment": torch.full((4,), 0.25),
+            },
             1: {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": torch.tensor(3.0)},
         },
         "param_groups": [
@@ -258,7 +269,7 @@ def test_a_stored_state_dict_of_the_first_version_loads(device):
     assert opt.state_dict()["param_groups"][0].keys() == stored["param_groups"][0].keys()
 
 
-# ---- torch.distributed.checkpoint on one process ------------------------------------------------------------------
+# ---- torch.distributed.checkpoint on one process ----
 
 
 class Net(torch.nn.Module):
@@ -308,7 +319,9 @@ def test_distributed_checkpoint_round_trip(device, cls, flat, tensor_lr):
             b.copy_(a)
     _train(net, opt, range(3, 6))
     _train(other_net, other, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other_net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), other_net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("target", [dion3.Muon, dion3.Dion3])
@@ -327,20 +340,28 @@ def test_a_flat_checkpoint_of_torchs_muon_loads(device, target):
     assert ours.param_groups[0]["lr"] == 0.125
 
 
-# ---- the dion package -----------------------------------------------------------------------------------------------
+# ---- the dion package ----
 
 
 def _dion_dict(algorithm, adamw=True, step_dev=True):
     """As the package writes it; a parameter of (4, 6) and one of (3,)."""
     scale = torch.full((), 1 / (1 - 0.9))
-    matrix_group = {"lr": 0.02, "mu": 0.9, "muon_beta2": 0.95, "weight_decay": 0.01, "epsilon": 1e-8}
+    matrix_group = {
+        "lr": 0.02,
+        "mu": 0.9,
+        "muon_beta2": 0.95,
+        "weight_decay": 0.01,
+        "epsilon": 1e-8,
+    }
     matrix_group |= {"algorithm": algorithm, "step": 4, "adjust_lr": "rms_norm", "fraction": 0.25}
     state = {0: {"momentum": (torch.arange(24.0).view(4, 6) * scale).bfloat16()}}
     if algorithm in ("nordion2", "normuon"):
         state[0]["variance_neuron"] = torch.full((4, 1), 0.125, dtype=torch.bfloat16)
     groups = [{**matrix_group, "params": [0]}]
     if adamw:
-        groups.append({**matrix_group, "algorithm": "adamw", "beta1": 0.8, "beta2": 0.9, "params": [1]})
+        groups.append(
+            {**matrix_group, "algorithm": "adamw", "beta1": 0.8, "beta2": 0.9, "params": [1]}
+        )
         state[1] = {"momentum": torch.ones(3), "variance": torch.full((3,), 2.0)}
         if step_dev:
             state[1]["step_dev"] = torch.tensor(4)
@@ -373,7 +394,8 @@ def test_a_checkpoint_of_the_dion_package(device, algorithm, step_dev):
 
 
 def test_the_next_step_continues_the_dion_package(device):
-    """Sum momentum M there, (1 - mu) M here: the next Newton-Schulz input has the same direction."""
+    """Sum momentum M there, (1 - mu) M here: the next Newton-Schulz input has the same
+    direction."""
     p = parameter(4, 6, device=device)
     m, g = matrix(4, 6, seed=1, device=device), matrix(4, 6, seed=2, device=device)
     source = {

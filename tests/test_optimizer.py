@@ -1,4 +1,5 @@
-"""The step against the float64 specification, and what follows from Algorithm 4 whatever the code."""
+"""The step against the float64 specification, and what follows from Algorithm 4 whatever the
+code."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(24, 40), (40, 24), (32, 32), (17, 33), (1, 9), (9, 1), (1, 1), (4, 96)]
 
 
-# ---- against the specification -----------------------------------------------------------------------
+# ---- against the specification ----
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -46,11 +47,15 @@ def test_step_equals_the_specification(device, shape, fraction, select, neuron_n
         state = opt.state[p]
         allowed = 2 * (in_fp32[0].double() - weight).abs().max() + 2 * ulp(p).max()
         assert (p - weight).abs().max() <= allowed
-        assert (weight - before).abs().max() > 100 * allowed  # the step is not lost in the tolerance
+        assert (
+            weight - before
+        ).abs().max() > 100 * allowed  # the step is not lost in the tolerance
         assert (state["momentum_buffer"] - momentum).abs().max() <= 2 * ulp(momentum.float()).max()
         if neuron_norm:
             error = (in_fp32[2].double() - moment).abs().max()
-            assert (state["neuron_second_moment"] - moment).abs().max() <= 2 * error + 1e-5 * moment.max()
+            assert (
+                state["neuron_second_moment"] - moment
+            ).abs().max() <= 2 * error + 1e-5 * moment.max()
             assert moment.max() > 1e-4
 
 
@@ -105,7 +110,8 @@ def test_flavours_equal_the_specification(device, cls, nesterov, maximize):
 
 
 def test_a_free_run_follows_the_specification(device):
-    """Twenty steps without ever copying our state into the reference: feedback accumulates right."""
+    """Twenty steps without ever copying our state into the reference: feedback accumulates
+    right."""
     p = parameter(24, 48, device=device)
     opt = dion3.Dion3([p], lr=0.02, fraction=0.25, neuron_norm=True, ns_dtype=torch.float32)
     from dion3.reference_step import reference_step
@@ -114,16 +120,14 @@ def test_a_free_run_follows_the_specification(device):
     m, v = torch.zeros_like(w), torch.zeros(24, dtype=torch.float64, device=device)
     for t in range(20):
         p.grad = matrix(24, 48, seed=t + 1, device=device)
-        w, m, v = reference_step(
-            w, p.grad.double(), m, v, lr=0.02, weight_decay=0.1, fraction=0.25
-        )
+        w, m, v = reference_step(w, p.grad.double(), m, v, lr=0.02, weight_decay=0.1, fraction=0.25)
         opt.step()
     assert relative(p.detach(), w) < 1e-6
     assert relative(opt.state[p]["momentum_buffer"], m) < 1e-6
     assert relative(opt.state[p]["neuron_second_moment"], v) < 1e-5
 
 
-# ---- Dion3 and Muon ----------------------------------------------------------------------------------
+# ---- Dion3 and Muon ----
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -164,7 +168,7 @@ def test_newton_schulz_sees_undamped_momentum(device):
     assert len(chosen) == 2
 
 
-# ---- selection -----------------------------------------------------------------------------------------
+# ---- selection ----
 
 
 @pytest.mark.parametrize(
@@ -208,9 +212,9 @@ def test_auto_selects_the_short_side(device, shape):
 
 
 def test_no_slice_with_a_gradient_starves(device):
-    """Constant gradients g_i. Per step the scores gain (1 - mu) sum(g_i) and lose (1 - mu) k times the
-    largest, so the largest settles near s = sum(g_i) / k, and the slowest row gets there, and is
-    chosen, within s / ((1 - mu) min(g_i)) steps."""
+    """Constant gradients g_i. Per step the scores gain (1 - mu) sum(g_i) and lose (1 - mu) k times
+    the largest, so the largest settles near s = sum(g_i) / k, and the slowest row gets there, and
+    is chosen, within s / ((1 - mu) min(g_i)) steps."""
     sizes = torch.linspace(0.2, 1.0, 16, device=device)
     p = parameter(16, 24, device=device)
     opt = dion3.Dion3([p], lr=0.0, fraction=1 / 8, momentum=0.9)
@@ -234,7 +238,7 @@ def test_a_starved_slice_keeps_growing(device):
     assert buffer[0, 0] < 5 * 10.0 * 0.9  # damped each time
 
 
-# ---- invariances ---------------------------------------------------------------------------------------
+# ---- invariances ----
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
@@ -284,7 +288,7 @@ def test_a_tiny_gradient_is_not_amplified_beyond_eps(device):
     assert (p - before).norm().item() == pytest.approx(1e-6 * slope, rel=0.02)
 
 
-# ---- weight decay --------------------------------------------------------------------------------------
+# ---- weight decay ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -323,7 +327,7 @@ def test_decay_uses_the_plain_learning_rate(device):
     assert torch.equal(p.detach(), before * torch.tensor(1 - 0.5 * 0.4, device=device))
 
 
-# ---- the learning rate -----------------------------------------------------------------------------------
+# ---- the learning rate ----
 
 
 @pytest.mark.parametrize("fraction", [1 / 16, 1 / 4, 1 / 2, 1.0])
@@ -363,7 +367,7 @@ def test_shape_scale(device, mode, shape, scale):
     assert relative(changes[1], changes[0] * scale) < 1e-6
 
 
-# ---- the neuron norm -------------------------------------------------------------------------------------
+# ---- the neuron norm ----
 
 
 @pytest.mark.parametrize("shape", [(16, 4), (4, 16), (32, 32), (48, 96)])
@@ -373,9 +377,15 @@ def test_neuron_norm_keeps_the_frobenius_norm(device, shape, fraction, select):
     """The update has the norm of the orthogonal factor, on top of which come the scales."""
     p = torch.nn.Parameter(torch.zeros(*shape, device=device))
     opt = dion3.Dion3(
-        [p], lr=1.0, weight_decay=0.0, neuron_norm=True, fraction=fraction, select=select,
+        [p],
+        lr=1.0,
+        weight_decay=0.0,
+        neuron_norm=True,
+        fraction=fraction,
+        select=select,
         adjust_lr_fn="none",
-        lr_transfer=False, ns_dtype=torch.float32,
+        lr_transfer=False,
+        ns_dtype=torch.float32,
     )
     for t in range(3):
         before = p.detach().double()
@@ -419,7 +429,7 @@ def test_second_moment_converges_to_a_constant_target(device, dtype):
     assert ((moment - target).abs() / target).max() < 1e-3
 
 
-# ---- special gradients -------------------------------------------------------------------------------------
+# ---- special gradients ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -477,7 +487,9 @@ def test_one_slice_becomes_the_unit_vector_times_p_of_one(device, axis):
     p = torch.nn.Parameter(torch.zeros(6, 10, device=device))
     g = matrix(6, 10, seed=1, device=device)
     n = 6 if axis == "rows" else 10
-    opt = dion3.Dion3([p], lr=1.0, fraction=1 / n, select=axis, lr_transfer=False, adjust_lr_fn="none")
+    opt = dion3.Dion3(
+        [p], lr=1.0, fraction=1 / n, select=axis, lr_transfer=False, adjust_lr_fn="none"
+    )
     steps(opt, [p], [[g]])
     x = 1.0
     for a, b, c in dion3.plan.ns_config(opt._checked_options()[0], p.device)[0]:
@@ -503,8 +515,8 @@ def test_extreme_fp16_gradients(device, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_restarts_hold_in_16_bits(device, dtype):
-    """A wide matrix with a steeply falling spectrum: without the restart the iteration blows up, with
-    the default the update keeps the norm of an orthogonal matrix."""
+    """A wide matrix with a steeply falling spectrum: without the restart the iteration blows up,
+    with the default the update keeps the norm of an orthogonal matrix."""
     norms = {}
     for restarts in ("auto", ()):
         p = torch.nn.Parameter(torch.zeros(64, 256, device=device))
@@ -529,7 +541,7 @@ def test_a_tall_matrix_is_worked_on_from_its_short_side(device, dtype):
     assert torch.equal(wide.detach(), tall.detach().mT)
 
 
-# ---- momentum --------------------------------------------------------------------------------------------
+# ---- momentum ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -575,7 +587,7 @@ def test_accumulated_gradients_give_the_same_step(device):
     assert (results[0] - results[1]).abs().max() < 1e-5
 
 
-# ---- stochastic rounding ----------------------------------------------------------------------------------
+# ---- stochastic rounding ----
 
 
 def _rounded(device, seed=0, count=3, dtype=torch.bfloat16, extra=0, first_step=0):
@@ -584,8 +596,10 @@ def _rounded(device, seed=0, count=3, dtype=torch.bfloat16, extra=0, first_step=
     opt = dion3.Dion3([p, *others], lr=1e-3, weight_decay=0.0, seed=seed)
     opt.init_state()
     opt.state[p]["step"] += first_step
-    grads = [[matrix(32, 64, seed=t + i, device=device).to(dtype) for i in range(1 + extra)]
-             for t in range(count)]
+    grads = [
+        [matrix(32, 64, seed=t + i, device=device).to(dtype) for i in range(1 + extra)]
+        for t in range(count)
+    ]
     steps(opt, [p, *others], grads)
     return p.detach()
 
@@ -623,8 +637,8 @@ def test_equal_matrices_of_a_stack_round_differently(device):
 
 @pytest.mark.parametrize("part", [1 / 8, 1 / 3, 1 / 5])
 def test_changes_below_an_ulp_accumulate(device, part):
-    """A decay by part of an ulp: right in the mean within 5 sigma at once, and linear over 100 steps;
-    rounding to nearest would lose all of it."""
+    """A decay by part of an ulp: right in the mean within 5 sigma at once, and linear over 100
+    steps; rounding to nearest would lose all of it."""
     spacing = 2.0**-8  # of bfloat16 below 1
     p = torch.nn.Parameter(torch.ones(200, 1000, dtype=torch.bfloat16, device=device))
     opt = dion3.Dion3([p], lr=0.5, weight_decay=2 * part * spacing)

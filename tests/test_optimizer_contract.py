@@ -23,9 +23,7 @@ classes = pytest.mark.parametrize("cls", CLASSES)
 
 def model(device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8)
-    )
+    net = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8))
     return net.to(device=device, dtype=dtype)
 
 
@@ -59,13 +57,14 @@ def train(net, opt, seeds):
         opt.step()
 
 
-# ---- copies --------------------------------------------------------------------------------------------------
+# ---- copies ----
 
 
 @classes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pickling_and_deepcopy(device, cls, dtype):
-    """A copy, made together with its model in the middle of training, goes on with the same bits."""
+    """A copy, made together with its model in the middle of training, goes on with the same
+    bits."""
     net = model(device, dtype)
     opt = cls(groups(net), lr=0.1, seed=5, maximize=True)
     train(net, opt, range(3))
@@ -83,8 +82,8 @@ def test_pickling_and_deepcopy(device, cls, dtype):
 
 
 def test_wrapped_classes(device):
-    """Lightning builds a class from a wrapper and ours, and delegates to the inner object: nothing of
-    ours may be found on the class that should be found on the object."""
+    """Lightning builds a class from a wrapper and ours, and delegates to the inner object: nothing
+    of ours may be found on the class that should be found on the object."""
     net = model(device)
     inner = dion3.Dion3(groups(net))
 
@@ -116,11 +115,13 @@ def test_overridden_methods_keep_the_names_of_their_arguments(cls):
         if name == "__init__" or not hasattr(base, name) or name.startswith("__"):
             continue
         ours = [(a.name, a.kind) for a in inspect.signature(method).parameters.values()]
-        theirs = [(a.name, a.kind) for a in inspect.signature(getattr(base, name)).parameters.values()]
+        theirs = [
+            (a.name, a.kind) for a in inspect.signature(getattr(base, name)).parameters.values()
+        ]
         assert ours == theirs, name
 
 
-# ---- step ----------------------------------------------------------------------------------------------------
+# ---- step ----
 
 
 @classes
@@ -207,7 +208,9 @@ def test_schedulers(device, make, tensor):
         fresh = dion3.Dion3([q], lr=0.1, fraction=1.0)
         if t:
             state = {0: {k: v.clone() for k, v in opt.state[p].items()}}
-            fresh.load_state_dict({"state": state, "param_groups": fresh.state_dict()["param_groups"]})
+            fresh.load_state_dict(
+                {"state": state, "param_groups": fresh.state_dict()["param_groups"]}
+            )
         fresh.param_groups[0]["lr"] = float(opt.param_groups[0]["lr"])
         fresh.param_groups[0]["momentum"] = opt.param_groups[0]["momentum"]
         steps(opt, [p], [[g]])
@@ -229,7 +232,9 @@ def test_tensor_learning_rates(device, shape, where, algorithm):
     p, q = parameter(8, 12, device=device), parameter(8, 12, device=device)
     lr = torch.full(shape, 0.125, device=where)
     first = dion3.Dion3([{"params": [p], "algorithm": algorithm, "lr": lr, "weight_decay": 0.25}])
-    second = dion3.Dion3([{"params": [q], "algorithm": algorithm, "lr": 0.125, "weight_decay": 0.25}])
+    second = dion3.Dion3(
+        [{"params": [q], "algorithm": algorithm, "lr": 0.125, "weight_decay": 0.25}]
+    )
     for value in (0.125, 0.5, 0.25):
         lr.fill_(value)
         second.param_groups[0]["lr"] = value
@@ -255,20 +260,32 @@ def test_per_group_options(device):
     together = [parameter(8, 12, seed=i, device=device) for i in range(len(options))]
     alone = [torch.nn.Parameter(p.detach().clone()) for p in together]
     opt = dion3.Dion3([{"params": [p], **o} for p, o in zip(together, options, strict=True)])
-    grads = [[matrix(8, 12, seed=9 * t + i, device=device) for i in range(len(options))] for t in range(3)]
+    grads = [
+        [matrix(8, 12, seed=9 * t + i, device=device) for i in range(len(options))]
+        for t in range(3)
+    ]
     steps(opt, together, grads)
     for i, (p, o) in enumerate(zip(alone, options, strict=True)):
         steps(dion3.Dion3([{"params": [p], **o}]), [p], [[g[i].clone()] for g in grads])
         assert torch.equal(p, together[i]), o
-    changes = [(p.detach() - parameter(8, 12, seed=i, device=device)).norm() for i, p in enumerate(together)]
+    changes = [
+        (p.detach() - parameter(8, 12, seed=i, device=device)).norm()
+        for i, p in enumerate(together)
+    ]
     assert len({c.item() for c in changes}) == len(options)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_live_options_take_effect(device, seed):
-    """Any group value may be changed between two steps: it acts as if it had been there all along."""
+    """Any group value may be changed between two steps: it acts as if it had been there all
+    along."""
     changes = {"lr": 0.3, "weight_decay": 0.5, "momentum": 0.5, "eps": 100.0, "fraction": 0.5}
-    changes |= {"select": "cols", "adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "maximize": True}
+    changes |= {
+        "select": "cols",
+        "adjust_lr_fn": "match_rms_adamw",
+        "ns_steps": 2,
+        "maximize": True,
+    }
     for key, value in changes.items():
         p, q = parameter(8, 12, device=device), parameter(8, 12, device=device)
         opt = dion3.Dion3([p], adjust_lr_fn="none")
@@ -283,13 +300,17 @@ def test_live_options_take_effect(device, seed):
         assert not torch.equal(p, q), key
 
 
-# ---- gradients that are missing, parameters that come and go ------------------------------------------------------
+# ---- gradients that are missing, parameters that come and go ----
 
 
 @classes
 def test_a_missing_gradient_leaves_everything_alone(device, cls):
     """No decay, no momentum decay, no step count; and the others are not disturbed."""
-    p, q, b = parameter(8, 12, device=device), parameter(8, 12, seed=1, device=device), parameter(3, device=device)
+    p, q, b = (
+        parameter(8, 12, device=device),
+        parameter(8, 12, seed=1, device=device),
+        parameter(3, device=device),
+    )
     opt = cls([{"params": [p, q]}, {"params": [b], "algorithm": "adamw"}], lr=0.5, weight_decay=0.5)
     g = matrix(8, 12, seed=2, device=device)
     steps(opt, [p, q, b], [[g, g, torch.ones(3, device=device)]])
@@ -314,7 +335,11 @@ def test_no_gradient_at_all(device):
 
 def test_state_exists_for_all_parameters_after_the_first_step(device):
     """Same keys on every rank, whichever gradients it happened to have."""
-    params = [parameter(8, 12, device=device), parameter(4, 4, device=device), parameter(3, device=device)]
+    params = [
+        parameter(8, 12, device=device),
+        parameter(4, 4, device=device),
+        parameter(3, device=device),
+    ]
     frozen = parameter(2, 2, device=device).requires_grad_(False)
 
     def make():
@@ -326,7 +351,11 @@ def test_state_exists_for_all_parameters_after_the_first_step(device):
     keys = []
     for present in ([1, 0, 0], [0, 1, 1], [0, 0, 0]):
         opt = make()
-        steps(opt, params, [[torch.ones_like(p) if has else None for p, has in zip(params, present, strict=True)]])
+        steps(
+            opt,
+            params,
+            [[torch.ones_like(p) if has else None for p, has in zip(params, present, strict=True)]],
+        )
         keys.append({i: sorted(s) for i, s in opt.state_dict()["state"].items()})
     early = make()
     early.init_state()
@@ -366,7 +395,8 @@ def test_tied_parameters_are_one(device):
 
 
 def test_parameters_exchanged_after_construction(device):
-    """accelerate's FSDP2 path replaces every parameter, by dummies first; nothing may be planned yet."""
+    """accelerate's FSDP2 path replaces every parameter, by dummies first; nothing may be planned
+    yet."""
     net = model(device)
     opt = dion3.Dion3(groups(net))
     twin_net = model(device)
@@ -439,7 +469,9 @@ def test_state_on_another_dtype_or_stride_is_taken_over(device):
 
 def test_one_call_per_operation(device):
     """However many matrices of whatever shapes: the host cost does not grow with calls."""
-    params = [parameter(*s, seed=i, device=device) for i, s in enumerate([(8, 12), (12, 8), (6, 6)] * 5)]
+    params = [
+        parameter(*s, seed=i, device=device) for i, s in enumerate([(8, 12), (12, 8), (6, 6)] * 5)
+    ]
     opt = dion3.Dion3(params, neuron_norm=True)
     names = ["momentum_", "select_", "gather_", "newton_schulz_out", "neuron_", "update_"]
     for name in names:
@@ -472,14 +504,18 @@ def test_describe_and_observe(device):
     train(net, opt, [0])
     observed = opt.stats()["observed"]
     assert len(observed) == 2
-    expected = sorted(((a - b).square().mean().sqrt().item()) for a, b in zip(weights(net), before, strict=True) if a.ndim == 2)
+    expected = sorted(
+        ((a - b).square().mean().sqrt().item())
+        for a, b in zip(weights(net), before, strict=True)
+        if a.ndim == 2
+    )
     assert sorted(r["update_rms"] for r in observed) == pytest.approx(expected, rel=1e-3)
     assert all(0 <= r["orthogonality_error"] < 0.5 for r in observed)
     opt.observe(False)
     assert "observed" not in opt.stats()
 
 
-# ---- AMP, compile ----------------------------------------------------------------------------------------------
+# ---- AMP, compile ----
 
 
 @classes
@@ -491,7 +527,7 @@ def test_grad_scaler(device, cls):
     plain = cls(groups(plain_net))
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8)
     for seed in range(3):
-        for n, o in ((net, opt), (plain_net, plain)):
+        for o in (opt, plain):
             o.zero_grad()
         x = matrix(5, 12, seed=seed, device=device)
         scaler.scale(net(x).square().mean()).backward()
@@ -548,10 +584,12 @@ def test_keys_of_other_optimizers_are_accepted(device, key):
     assert torch.equal(p, q)
 
 
-# ---- AdamW --------------------------------------------------------------------------------------------------------
+# ---- AdamW ----
 
 
-@pytest.mark.parametrize("amsgrad_free", [{}, {"weight_decay": 0.3}, {"lr": 0.1, "betas": (0.5, 0.7)}])
+@pytest.mark.parametrize(
+    "amsgrad_free", [{}, {"weight_decay": 0.3}, {"lr": 0.1, "betas": (0.5, 0.7)}]
+)
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_groups_equal_torchs(device, amsgrad_free, maximize, dtype):
@@ -599,7 +637,7 @@ def test_the_readme_of_the_muon_kernel_runs_unchanged(device):
     assert optimizer.stats()["matrix_parameters"] == 2
 
 
-# ---- memory, environment ---------------------------------------------------------------------------------------------
+# ---- memory, environment ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,17 +30,21 @@ def run(make, params, grads, **group):
     return opt
 
 
-# ---- stacks ----------------------------------------------------------------------------------------------
+# ---- stacks ----
 
 
 @flavours
-@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (10, 10), (3, 8, 12), (2, 3, 8, 12), (4, 1, 6)])
+@pytest.mark.parametrize(
+    "shape", [(8, 12), (12, 8), (10, 10), (3, 8, 12), (2, 3, 8, 12), (4, 1, 6)]
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_equal_shapes_do_not_mix(device, make, shape, count):
     """N parameters of one shape get bitwise the update that each gets alone."""
     together = [parameter(*shape, seed=i, device=device) for i in range(count)]
     alone = [twin(p) for p in together]
-    grads = [[matrix(*shape, seed=10 * t + i, device=device) for i in range(count)] for t in range(3)]
+    grads = [
+        [matrix(*shape, seed=10 * t + i, device=device) for i in range(count)] for t in range(3)
+    ]
     run(make, together, grads)
     for i, p in enumerate(alone):
         run(make, [p], [[g[i].clone()] for g in grads])
@@ -48,7 +52,9 @@ def test_equal_shapes_do_not_mix(device, make, shape, count):
 
 
 @flavours
-@pytest.mark.parametrize("shape", [(5, 8, 12), (1, 12, 8), (2, 3, 6, 6), (6, 1, 1), (3, 1, 7), (64, 32, 3)])
+@pytest.mark.parametrize(
+    "shape", [(5, 8, 12), (1, 12, 8), (2, 3, 6, 6), (6, 1, 1), (3, 1, 7), (64, 32, 3)]
+)
 def test_a_stack_is_its_matrices(device, make, shape):
     stack = parameter(*shape, device=device)
     flat = stack.detach().flatten(0, -3)
@@ -70,7 +76,9 @@ def test_passes_change_no_bit(device, monkeypatch, limit, neuron_norm, dtype):
     def result():
         params = [parameter(*s, seed=i, dtype=dtype, device=device) for i, s in enumerate(shapes)]
         opt = dion3.Dion3(params, lr=0.1, neuron_norm=neuron_norm)
-        grads = [[matrix(*p.shape, seed=t, device=device).to(dtype) for p in params] for t in range(3)]
+        grads = [
+            [matrix(*p.shape, seed=t, device=device).to(dtype) for p in params] for t in range(3)
+        ]
         steps(opt, params, grads)
         return opt.stats()["passes"], params
 
@@ -98,13 +106,15 @@ def test_scratch_memory_is_within_its_formula(device, monkeypatch, limit):
     tensors = 8 * len(pieces) + 2 * len(opt._plans[0].work.buckets)
     bound = 28 * slices + max(limit, largest) + 4 * rows + 256 * tensors
     assert 0 < opt.stats()["workspace_bytes"] <= bound
-    everything = sum(2 * i.piece.batch * r * c * itemsize for i, (r, c) in zip(pieces, matrices, strict=True))
+    everything = sum(
+        2 * i.piece.batch * r * c * itemsize for i, (r, c) in zip(pieces, matrices, strict=True)
+    )
     assert opt.stats()["workspace_bytes"] >= min(everything, largest)
     for device_plan in opt._plans:
         assert device_plan.workspace._storage.nbytes() == 0
 
 
-# ---- heads, blocks, kernels ---------------------------------------------------------------------------------
+# ---- heads, blocks, kernels ----
 
 
 @flavours
@@ -137,7 +147,9 @@ def test_the_head_axis_matters(device):
     results = []
     for axis in (0, 1):
         p = parameter(24, 24, device=device)
-        run(FLAVOURS[0], [p], [[matrix(24, 24, seed=1, device=device)]], num_heads=3, head_axis=axis)
+        run(
+            FLAVOURS[0], [p], [[matrix(24, 24, seed=1, device=device)]], num_heads=3, head_axis=axis
+        )
         results.append(p)
     assert not torch.equal(*results)
 
@@ -183,14 +195,16 @@ def test_flattened_kernels_are_matrices(device, make, shape, count):
     """flatten=True: each kernel is its own (out, rest) matrix, also beside kernels of its shape."""
     params = [parameter(*shape, seed=i, device=device) for i in range(count)]
     flat = [torch.nn.Parameter(p.detach().flatten(1).clone()) for p in params]
-    grads = [[matrix(*shape, seed=5 * t + i, device=device) for i in range(count)] for t in range(3)]
+    grads = [
+        [matrix(*shape, seed=5 * t + i, device=device) for i in range(count)] for t in range(3)
+    ]
     run(make, params, grads, flatten=True)
     run(make, flat, [[g.flatten(1) for g in now] for now in grads])
     for p, q in zip(params, flat, strict=True):
         assert torch.equal(p.detach().flatten(1), q)
 
 
-# ---- strides ---------------------------------------------------------------------------------------------
+# ---- strides ----
 
 
 def _strided(kind, values):
@@ -263,7 +277,7 @@ def test_empty_parameters_are_no_trouble(device, shape):
     opt.load_state_dict(opt.state_dict())
 
 
-# ---- weights without storage of their own -------------------------------------------------------------------
+# ---- weights without storage of their own ----
 
 
 class Boxed(torch.Tensor):

@@ -1,9 +1,9 @@
 """`dion3.Muon` beside torch.optim.Muon: same numbers, checkpoints both ways, the one-line swap.
 
-torch runs Newton-Schulz in bfloat16 and rounds the gradient to bfloat16 first, so its own distance from
-the float64 run of the same algorithm is the yardstick: ours must be no more than twice that, at every step
-of a run that is not corrected in between. Measured, it is two orders smaller, which is asserted for one
-case, lest a loose yardstick hide an error.
+torch runs Newton-Schulz in bfloat16 and rounds the gradient to bfloat16 first, so its own distance
+from the float64 run of the same algorithm is the yardstick: ours must be no more than twice that,
+at every step of a run that is not corrected in between. Measured, it is two orders smaller, which
+is asserted for one case, lest a loose yardstick hide an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def test_the_table_of_torch(device, kwargs, nesterov, shape, dtype):
         # torch normalises its own momentum buffer in place here, unless each step overwrites it
     kwargs = {**kwargs, "nesterov": nesterov}
     start = 0.02 * matrix(*shape, dtype=dtype, device=device)
-    grads = [matrix(*shape, seed=t + 1, decay=0.3, dtype=dtype, device=device) for t in range(COUNT)]
+    grads = [
+        matrix(*shape, seed=t + 1, decay=0.3, dtype=dtype, device=device) for t in range(COUNT)
+    ]
     exact = _float64_run(start, grads, kwargs)
     theirs = _run(torch.optim.Muon, start, grads, kwargs)
     ours = _run(dion3.Muon, start, grads, kwargs)
@@ -120,7 +122,7 @@ def test_bf16_newton_schulz_is_no_worse_than_torchs(device):
     assert (ours - exact).norm() < (theirs - exact).norm()
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
 def _pair(device, dtype=torch.float32, first=torch.optim.Muon, **kwargs):
@@ -185,7 +187,8 @@ def test_dion3_and_muon_exchange_checkpoints(device):
 @pytest.mark.parametrize("coefficients", [None, KELLER, [KELLER, KELLER], (1.5, -0.5, 0.0) * 3])
 @pytest.mark.parametrize("cls", [dion3.Dion3, dion3.Muon, dion3.NorMuon])
 def test_a_checkpoint_tells_whose_momentum_it_holds(device, cls, coefficients):
-    """Whatever the coefficients, the class's own checkpoint comes back unscaled, and means the same."""
+    """Whatever the coefficients, the class's own checkpoint comes back unscaled, and means the
+    same."""
     p = parameter(8, 12, device=device)
     opt = cls([p], ns_coefficients=coefficients, nesterov=False)
     steps(opt, [p], [[matrix(8, 12, seed=1, device=device)]])
@@ -199,7 +202,7 @@ def test_a_checkpoint_tells_whose_momentum_it_holds(device, cls, coefficients):
     assert torch.equal(p, q)
 
 
-# ---- the swap ----------------------------------------------------------------------------------------------
+# ---- the swap ----
 
 
 def test_the_first_nine_arguments_are_torchs():
@@ -220,7 +223,9 @@ def test_the_first_nine_arguments_are_torchs():
 def test_positional_arguments(device):
     p = parameter(4, 6, device=device)
     opt = dion3.Muon([p], 0.1, 0.2, 0.8, False, (3.0, -4.0, 2.0), 1e-6, 4, "match_rms_adamw")
-    theirs = torch.optim.Muon([p], 0.1, 0.2, 0.8, False, (3.0, -4.0, 2.0), 1e-6, 4, "match_rms_adamw")
+    theirs = torch.optim.Muon(
+        [p], 0.1, 0.2, 0.8, False, (3.0, -4.0, 2.0), 1e-6, 4, "match_rms_adamw"
+    )
     group, expected = opt.param_groups[0], theirs.param_groups[0]
     assert set(group) == set(expected)  # no key that a flat checkpoint of torch's would lack
     assert all(group[key] == expected[key] for key in expected if key != "params")

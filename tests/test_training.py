@@ -113,7 +113,8 @@ def test_losses_follow_torchs_muon_at_full_size(device):
 
 
 def test_dion3_learns_as_muon_does(device):
-    """A quarter of the rows per step: not the same losses, but the same quality within a few percent."""
+    """A quarter of the rows per step: not the same losses, but the same quality within a few
+    percent."""
 
     def quarter(matrices, others):
         groups = [{"params": matrices}, {"params": others, "use_muon": False, "adamw_lr": 3e-4}]

@@ -25,8 +25,8 @@ D3_CLONES static void adamw_range(const dion3_adamw_item* it, int64_t first, int
         d3_block_store(m, it->exp_avg, it->state_dtype, at, 1, n);
         d3_block_store(v, it->exp_avg_sq, it->state_dtype, at, 1, n);
         if (it->stochastic) {
-            d3_block_store_stochastic(w, it->param, it->param_dtype, at, 1, n, it->seed, step,
-                                      it->param_id, it->index_base + at);
+            d3_block_store_stochastic(w, it->param, it->param_dtype, at, 1, n, it->seed, step, it->param_id,
+                                      it->index_base + at);
         } else {
             d3_block_store(w, it->param, it->param_dtype, at, 1, n);
         }

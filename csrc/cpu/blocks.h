@@ -39,9 +39,9 @@
 #endif
 
 enum {
-    D3_BLOCK = 512,          /* elements of a piece */
+    D3_BLOCK = 512,           /* elements of a piece */
     D3_TASK_ELEMENTS = 32768, /* elements of a matrix that one thread takes at a time */
-    D3_LANES = 16            /* partial sums of a row */
+    D3_LANES = 16             /* partial sums of a row */
 };
 
 D3_INLINE int64_t d3_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -122,9 +122,9 @@ D3_INLINE void d3_block_round(float* restrict x, int32_t dtype, int64_t n) {
 }
 
 /* data[offset + j * stride] <- stochastic(x[j]) with the bits of global elements index .. index + n - 1 */
-D3_INLINE void d3_block_store_stochastic(const float* restrict x, void* data, int32_t dtype,
-                                         int64_t offset, int64_t stride, int64_t n, uint64_t seed,
-                                         uint32_t step, uint32_t param_id, int64_t index) {
+D3_INLINE void d3_block_store_stochastic(const float* restrict x, void* data, int32_t dtype, int64_t offset,
+                                         int64_t stride, int64_t n, uint64_t seed, uint32_t step,
+                                         uint32_t param_id, int64_t index) {
     uint32_t words[D3_BLOCK / 2 + 4];
     uint16_t bits[D3_BLOCK + 8];
     const uint64_t first = (uint64_t)index >> 3;
@@ -135,8 +135,7 @@ D3_INLINE void d3_block_store_stochastic(const float* restrict x, void* data, in
         return;
     }
     for (int64_t j = 0; j < blocks; ++j) {
-        const d3_random r =
-            d3_random_block(seed, step, param_id, (int64_t)((first + (uint64_t)j) << 3));
+        const d3_random r = d3_random_block(seed, step, param_id, (int64_t)((first + (uint64_t)j) << 3));
         words[4 * j] = r.x;
         words[4 * j + 1] = r.y;
         words[4 * j + 2] = r.z;

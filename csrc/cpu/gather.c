@@ -48,8 +48,7 @@ D3_INLINE void gather_piece(const dion3_gather_item* it, int64_t b, int64_t row,
         }
         for (int64_t j = 0; j < n; ++j) x[j] = d3_mul(d3_nesterov(nu, m[j], gain, x[j]), scale);
     }
-    d3_block_store(x, it->out.data, it->out.dtype, d3_offset(&it->out, b, row, col), it->out.col_stride,
-                   n);
+    d3_block_store(x, it->out.data, it->out.dtype, d3_offset(&it->out, b, row, col), it->out.col_stride, n);
     if (feedback == 1.0f) return;
     for (int64_t j = 0; j < n; ++j) m[j] = d3_mul(feedback, m[j]);
     if (columns) {

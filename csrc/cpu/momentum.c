@@ -19,8 +19,7 @@ D3_INLINE const float* momentum_piece(const dion3_momentum_item* it, int64_t b, 
     const float nu = it->hyper[DION3_HYPER_NESTEROV];
     const int64_t offset = d3_offset(&it->momentum, b, i, col);
     d3_block_load(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
-    d3_block_load(g, it->grad.data, it->grad.dtype, d3_offset(&it->grad, b, i, col),
-                  it->grad.col_stride, n);
+    d3_block_load(g, it->grad.data, it->grad.dtype, d3_offset(&it->grad, b, i, col), it->grad.col_stride, n);
     for (int64_t j = 0; j < n; ++j) m[j] = d3_momentum(keep, m[j], gain, g[j]);
     d3_block_store(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
     if (!it->score && !it->sumsq) return m;
@@ -62,8 +61,7 @@ D3_CLONES static void momentum_rows(const dion3_momentum_item* it, int64_t first
 }
 
 /* Columns col .. col + n - 1 of matrix b, with sums per column. */
-D3_CLONES static void momentum_columns(const dion3_momentum_item* it, int64_t b, int64_t col,
-                                       int64_t n) {
+D3_CLONES static void momentum_columns(const dion3_momentum_item* it, int64_t b, int64_t col, int64_t n) {
     float m[D3_BLOCK];
     float x[D3_BLOCK];
     double score[D3_BLOCK] = {0};

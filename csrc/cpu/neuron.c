@@ -17,8 +17,7 @@ D3_CLONES static void mean_squares(const dion3_neuron_item* it, int64_t first, i
             const int64_t n = d3_min(D3_BLOCK, it->cols - col);
             int64_t j = 0;
             d3_block_load(x, it->update.data, it->update.dtype,
-                          d3_offset(&it->update, r / it->rows, r % it->rows, col),
-                          it->update.col_stride, n);
+                          d3_offset(&it->update, r / it->rows, r % it->rows, col), it->update.col_stride, n);
             for (; j + D3_LANES <= n; j += D3_LANES) {
                 for (int l = 0; l < D3_LANES; ++l) sums[l] += (double)x[j + l] * (double)x[j + l];
             }
@@ -54,9 +53,8 @@ static dion3_status check_indices(const dion3_neuron_item* items, int64_t count)
         const int64_t total = items[i].indices ? items[i].batch * items[i].rows : 0;
         for (int64_t j = 0; j < total; ++j) {
             D3_REQUIRE(items[i].indices[j] >= 0 && items[i].indices[j] < items[i].neurons,
-                       "dion3_neuron: item %lld: indices[%lld]=%d must be 0 .. neurons-1=%lld",
-                       (long long)i, (long long)j, (int)items[i].indices[j],
-                       (long long)(items[i].neurons - 1));
+                       "dion3_neuron: item %lld: indices[%lld]=%d must be 0 .. neurons-1=%lld", (long long)i,
+                       (long long)j, (int)items[i].indices[j], (long long)(items[i].neurons - 1));
         }
     }
     return DION3_OK;
@@ -67,8 +65,7 @@ dion3_status dion3_neuron_cpu(const dion3_neuron_item* items, int64_t count) {
     D3_TRY(check_indices(items, count));
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) elements += items[i].batch * items[i].rows * items[i].cols;
-    D3_PARALLEL(elements)
-    {
+    D3_PARALLEL(elements) {
         for (int64_t i = 0; i < count; ++i) {
             const int64_t rows = items[i].cols ? items[i].batch * items[i].rows : 0;
             const int64_t chunk = d3_task_rows(items[i].cols);

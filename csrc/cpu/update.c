@@ -30,8 +30,8 @@ D3_INLINE void load_columns(float* restrict o, const dion3_update_item* it, cons
 }
 
 /* One piece: columns col .. col + n - 1 of row i of matrix b. */
-D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64_t b, int64_t i,
-                            int64_t col, int64_t n) {
+D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64_t b, int64_t i, int64_t col,
+                            int64_t n) {
     float w[D3_BLOCK];
     float o[D3_BLOCK];
     const int by_rows = it->axis == DION3_ROWS;
@@ -59,10 +59,9 @@ D3_INLINE void update_piece(const dion3_update_item* it, const scalars* s, int64
         }
     }
     if (it->step) {
-        const int64_t index =
-            it->index_base + b * it->index_batch_stride + i * it->index_row_stride + col;
-        d3_block_store_stochastic(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride,
-                                  n, it->seed, s->step, it->param_id, index);
+        const int64_t index = it->index_base + b * it->index_batch_stride + i * it->index_row_stride + col;
+        d3_block_store_stochastic(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride, n,
+                                  it->seed, s->step, it->param_id, index);
     } else {
         d3_block_store(w, it->weight.data, it->weight.dtype, offset, it->weight.col_stride, n);
     }

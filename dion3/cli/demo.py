@@ -26,7 +26,7 @@ from .progress import Progress
 # layers, dim, heads, context, batch, steps
 SIZES = {
     "quick": (4, 96, 4, 128, 8, 100),
-    "small": (6, 128, 4, 128, 16, 400),
+    "small": (6, 128, 4, 128, 16, 300),
     "medium": (8, 384, 6, 256, 32, 1000),
     "large": (12, 768, 12, 512, 64, 2000),
 }
@@ -172,6 +172,7 @@ def _introduce(settings: Any, rates: Any, corpus: Any) -> str:
         f"matrices, with AdamW {rates.rest:g} on the rest; weight decay {rates.weight_decay:g} on "
         "matrices"
     )
+    print("momentum: 0.95; Dion3 0.95 ** (1 / f), as it damps a slice only when it selects it")
     print(f"device: {facts.get('gpu', facts['processor'])}, torch {facts['torch']}\n")
     print(format_table(classify(model)) + "\n", flush=True)
     return (

@@ -11,14 +11,14 @@
 static int failures;
 static long long checks;
 
-#define EXPECT(condition, ...)                                                                     \
-    do {                                                                                           \
-        ++checks;                                                                                  \
-        if (!(condition) && ++failures <= 20) {                                                    \
-            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);                                 \
-            printf(__VA_ARGS__);                                                                   \
-            printf("\n");                                                                          \
-        }                                                                                          \
+#define EXPECT(condition, ...)                                                                               \
+    do {                                                                                                     \
+        ++checks;                                                                                            \
+        if (!(condition) && ++failures <= 20) {                                                              \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);                                           \
+            printf(__VA_ARGS__);                                                                             \
+            printf("\n");                                                                                    \
+        }                                                                                                    \
     } while (0)
 
 static int finish(const char* name) {

@@ -23,39 +23,85 @@ static dion3_tensor tensor_of(float* data) {
 }
 
 static dion3_momentum_item momentum_item(void) {
-    const dion3_momentum_item it = {tensor_of(memory.momentum), tensor_of(memory.grad), 1, ROWS, COLS,
-                                    memory.hyper, memory.score, memory.sumsq, DION3_ROWS, 0};
+    const dion3_momentum_item it = {tensor_of(memory.momentum),
+                                    tensor_of(memory.grad),
+                                    1,
+                                    ROWS,
+                                    COLS,
+                                    memory.hyper,
+                                    memory.score,
+                                    memory.sumsq,
+                                    DION3_ROWS,
+                                    0};
     return it;
 }
 
 static dion3_select_item select_item(void) {
-    const dion3_select_item it = {memory.score, memory.sumsq, 1, ROWS, K,
+    const dion3_select_item it = {memory.score,   memory.sumsq, 1,          ROWS, K,
                                   memory.indices, memory.slots, memory.norm};
     return it;
 }
 
 static dion3_gather_item gather_item(void) {
-    const dion3_gather_item it = {tensor_of(memory.momentum), tensor_of(memory.grad), tensor_of(memory.part),
-                                  1, ROWS, COLS, K, memory.indices, memory.norm, memory.hyper, DION3_ROWS, 0};
+    const dion3_gather_item it = {tensor_of(memory.momentum),
+                                  tensor_of(memory.grad),
+                                  tensor_of(memory.part),
+                                  1,
+                                  ROWS,
+                                  COLS,
+                                  K,
+                                  memory.indices,
+                                  memory.norm,
+                                  memory.hyper,
+                                  DION3_ROWS,
+                                  0};
     return it;
 }
 
 static dion3_neuron_item neuron_item(void) {
-    const dion3_neuron_item it = {tensor_of(memory.part), 1, K, COLS, ROWS, memory.second, memory.indices,
-                                  memory.factor, memory.hyper};
+    const dion3_neuron_item it = {
+        tensor_of(memory.part), 1, K, COLS, ROWS, memory.second, memory.indices, memory.factor, memory.hyper};
     return it;
 }
 
 static dion3_update_item update_item(void) {
-    const dion3_update_item it = {tensor_of(memory.weight), tensor_of(memory.part), 1, ROWS, COLS, K,
-                                  memory.slots, memory.factor, memory.hyper, memory.step, 1, 0, 0, COLS, 0,
-                                  DION3_ROWS, 1.0f, 0};
+    const dion3_update_item it = {tensor_of(memory.weight),
+                                  tensor_of(memory.part),
+                                  1,
+                                  ROWS,
+                                  COLS,
+                                  K,
+                                  memory.slots,
+                                  memory.factor,
+                                  memory.hyper,
+                                  memory.step,
+                                  1,
+                                  0,
+                                  0,
+                                  COLS,
+                                  0,
+                                  DION3_ROWS,
+                                  1.0f,
+                                  0};
     return it;
 }
 
 static dion3_adamw_item adamw_item(void) {
-    const dion3_adamw_item it = {memory.weight, memory.grad, memory.momentum, memory.part, K * COLS, memory.step,
-                                 memory.hyper, 1, 0, 0, 0, DION3_F32, DION3_F32, DION3_F32, 0};
+    const dion3_adamw_item it = {memory.weight,
+                                 memory.grad,
+                                 memory.momentum,
+                                 memory.part,
+                                 K * COLS,
+                                 memory.step,
+                                 memory.hyper,
+                                 1,
+                                 0,
+                                 0,
+                                 0,
+                                 DION3_F32,
+                                 DION3_F32,
+                                 DION3_F32,
+                                 0};
     return it;
 }
 
@@ -68,59 +114,59 @@ static void reset(void) {
 }
 
 /* The call is refused with both texts in the message, and memory is as it was. */
-#define REFUSED(call, name, text)                                                                  \
-    do {                                                                                           \
-        EXPECT((call) == DION3_ERR_INVALID, "%s %s was accepted", name, text);                     \
-        EXPECT(strstr(dion3_last_error(), name) && strstr(dion3_last_error(), text), "message: %s", \
-               dion3_last_error());                                                                \
-        EXPECT(memcmp(&memory, &before, sizeof memory) == 0, "%s %s: memory was written", name, text); \
+#define REFUSED(call, name, text)                                                                            \
+    do {                                                                                                     \
+        EXPECT((call) == DION3_ERR_INVALID, "%s %s was accepted", name, text);                               \
+        EXPECT(strstr(dion3_last_error(), name) && strstr(dion3_last_error(), text), "message: %s",          \
+               dion3_last_error());                                                                          \
+        EXPECT(memcmp(&memory, &before, sizeof memory) == 0, "%s %s: memory was written", name, text);       \
     } while (0)
 
 /* The item with one change is refused. */
-#define BAD(op, change, text)                                                                      \
-    do {                                                                                           \
-        dion3_##op##_item it[2];                                                                   \
-        reset();                                                                                   \
-        it[0] = op##_item();                                                                       \
-        it[1] = op##_item();                                                                       \
-        EXPECT(dion3_##op##_cpu(it, 2) == DION3_OK, "valid: %s", dion3_last_error());              \
-        reset();                                                                                   \
-        it[1].change;                                                                              \
-        REFUSED(dion3_##op##_cpu(it, 2), "dion3_" #op ": item 1: ", text);                         \
+#define BAD(op, change, text)                                                                                \
+    do {                                                                                                     \
+        dion3_##op##_item it[2];                                                                             \
+        reset();                                                                                             \
+        it[0] = op##_item();                                                                                 \
+        it[1] = op##_item();                                                                                 \
+        EXPECT(dion3_##op##_cpu(it, 2) == DION3_OK, "valid: %s", dion3_last_error());                        \
+        reset();                                                                                             \
+        it[1].change;                                                                                        \
+        REFUSED(dion3_##op##_cpu(it, 2), "dion3_" #op ": item 1: ", text);                                   \
     } while (0)
 
-#define BAD_TABLE(op)                                                                              \
-    do {                                                                                           \
-        reset();                                                                                   \
-        dion3_##op##_item it = op##_item();                                                        \
-        REFUSED(dion3_##op##_cpu(&it, -1), "dion3_" #op, "count=-1");                              \
-        REFUSED(dion3_##op##_cpu(NULL, 3), "dion3_" #op, "NULL when count=3");                     \
-        EXPECT(dion3_##op##_cpu(NULL, 0) == DION3_OK, "an empty table is fine");                   \
+#define BAD_TABLE(op)                                                                                        \
+    do {                                                                                                     \
+        reset();                                                                                             \
+        dion3_##op##_item it = op##_item();                                                                  \
+        REFUSED(dion3_##op##_cpu(&it, -1), "dion3_" #op, "count=-1");                                        \
+        REFUSED(dion3_##op##_cpu(NULL, 3), "dion3_" #op, "NULL when count=3");                               \
+        EXPECT(dion3_##op##_cpu(NULL, 0) == DION3_OK, "an empty table is fine");                             \
     } while (0)
 
-#define BAD_TENSOR(op, field)                                                                      \
-    do {                                                                                           \
-        BAD(op, field.data = NULL, #field " must not be NULL");                                    \
-        BAD(op, field.data = (char*)it[1].field.data + 1, #field "=");                             \
-        BAD(op, field.dtype = 3, #field " dtype=3");                                               \
-        BAD(op, field.dtype = -1, #field " dtype=-1");                                             \
-        BAD(op, field.batch_stride = -2, #field " strides (-2, ");                                 \
-        BAD(op, field.row_stride = -3, "-3, ");                                                    \
-        BAD(op, field.col_stride = -4, "-4)");                                                     \
+#define BAD_TENSOR(op, field)                                                                                \
+    do {                                                                                                     \
+        BAD(op, field.data = NULL, #field " must not be NULL");                                              \
+        BAD(op, field.data = (char*)it[1].field.data + 1, #field "=");                                       \
+        BAD(op, field.dtype = 3, #field " dtype=3");                                                         \
+        BAD(op, field.dtype = -1, #field " dtype=-1");                                                       \
+        BAD(op, field.batch_stride = -2, #field " strides (-2, ");                                           \
+        BAD(op, field.row_stride = -3, "-3, ");                                                              \
+        BAD(op, field.col_stride = -4, "-4)");                                                               \
     } while (0)
 
-#define BAD_WRITTEN(op, field)                                                                     \
-    do {                                                                                           \
-        BAD(op, field.row_stride = 0, #field " strides (0, 0, 1) of a written tensor");            \
-        BAD(op, field.col_stride = 0, #field " strides (0, 6, 0) of a written tensor");            \
+#define BAD_WRITTEN(op, field)                                                                               \
+    do {                                                                                                     \
+        BAD(op, field.row_stride = 0, #field " strides (0, 0, 1) of a written tensor");                      \
+        BAD(op, field.col_stride = 0, #field " strides (0, 6, 0) of a written tensor");                      \
     } while (0)
 
-#define BAD_SIZES(op)                                                                              \
-    do {                                                                                           \
-        BAD(op, batch = -1, "batch=-1");                                                           \
-        BAD(op, rows = -2, "rows=-2");                                                             \
-        BAD(op, cols = -3, "cols=-3");                                                             \
-        BAD(op, hyper = NULL, "hyper must not be NULL");                                           \
+#define BAD_SIZES(op)                                                                                        \
+    do {                                                                                                     \
+        BAD(op, batch = -1, "batch=-1");                                                                     \
+        BAD(op, rows = -2, "rows=-2");                                                                       \
+        BAD(op, cols = -3, "cols=-3");                                                                       \
+        BAD(op, hyper = NULL, "hyper must not be NULL");                                                     \
     } while (0)
 
 static void test_momentum(void) {

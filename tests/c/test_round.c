@@ -10,9 +10,9 @@ typedef struct format {
     float (*widen)(uint16_t);
     uint16_t (*nearest)(float);
     uint16_t (*stochastic)(float, uint32_t);
-    uint16_t infinity;   /* bits of +Inf; one less is the largest finite value */
-    int least_exponent;  /* of the spacing: 2^least_exponent between subnormals */
-    int digits;          /* significant bits */
+    uint16_t infinity;  /* bits of +Inf; one less is the largest finite value */
+    int least_exponent; /* of the spacing: 2^least_exponent between subnormals */
+    int digits;         /* significant bits */
 } format;
 
 static float bf16_widen(uint16_t h) { return d3_from_bf16(h); }
@@ -32,9 +32,9 @@ static double value_of(const format* f, uint16_t h) {
     const int mantissa_bits = f->digits - 1;
     const int exponent = (h & 0x7fff) >> mantissa_bits;
     const int mantissa = h & ((1 << mantissa_bits) - 1);
-    const double magnitude =
-        exponent ? ldexp(mantissa + (1 << mantissa_bits), f->least_exponent + exponent - 1)
-                 : ldexp(mantissa, f->least_exponent);
+    const double magnitude = exponent
+                                 ? ldexp(mantissa + (1 << mantissa_bits), f->least_exponent + exponent - 1)
+                                 : ldexp(mantissa, f->least_exponent);
     return h & 0x8000 ? -magnitude : magnitude;
 }
 
@@ -121,8 +121,9 @@ static void test_counts(const format* f) {
         for (size_t j = 0; j < sizeof fractions / sizeof *fractions; ++j) {
             double spacing;
             long up = 0;
-            float x = (float)(value_of(f, starts[i]) +
-                              fractions[j] * (value_of(f, (uint16_t)(starts[i] + 1)) - value_of(f, starts[i])));
+            float x =
+                (float)(value_of(f, starts[i]) +
+                        fractions[j] * (value_of(f, (uint16_t)(starts[i] + 1)) - value_of(f, starts[i])));
             const double count = in_spacings(f, x, &spacing);
             for (uint32_t u = 0; u < 65536; ++u) up += f->stochastic(-x, u) != (starts[i] | 0x8000);
             EXPECT(up == (long)floor((count - floor(count)) * 65536), "%s %04x + %g: %ld of 65536", f->name,
@@ -158,8 +159,8 @@ static void test_philox(void) {
     const uint32_t words[4] = {block.x, block.y, block.z, block.w};
     EXPECT(memcmp(&block, &want, sizeof want) == 0, "counter of a 64-bit index");
     for (uint32_t lane = 0; lane < 8; ++lane) {
-        EXPECT(d3_random_piece(block, lane) == ((words[lane >> 1] >> (16 * (lane & 1))) & 0xffff),
-               "lane %u", lane);
+        EXPECT(d3_random_piece(block, lane) == ((words[lane >> 1] >> (16 * (lane & 1))) & 0xffff), "lane %u",
+               lane);
     }
 }
 

@@ -10,8 +10,8 @@ static void check_tile(int64_t row, int64_t col) {
     const int64_t index = d3_tri_index(row, col);
     const d3_tile tile = d3_tri_tile(index);
     uint32_t row32, col32;
-    EXPECT(tile.row == row && tile.col == col, "%lld -> (%lld, %lld)", (long long)index,
-           (long long)tile.row, (long long)tile.col);
+    EXPECT(tile.row == row && tile.col == col, "%lld -> (%lld, %lld)", (long long)index, (long long)tile.row,
+           (long long)tile.col);
     if (index > UINT32_MAX) return;
     d3_tri_tile32((uint32_t)index, &row32, &col32);
     EXPECT(row32 == row && col32 == col, "%lld -> (%u, %u)", (long long)index, row32, col32);
@@ -51,17 +51,36 @@ static void test_selection(void) {
         double fraction;
         int64_t n, k;
     } cases[] = {
-        {0.07, 100, 7},   {0.14, 100, 14},  {0.28, 50, 14},      {0.55, 100, 55},
-        {0.56, 100, 56},  {0.29, 100, 29},  {0.57, 100, 57},     {0.58, 100, 58},
-        {1.0 / 3, 3, 1},  {0.1, 3, 1},      {0.25, 10, 3},       {0.25, 8, 2},
-        {1.0, 17, 17},    {0.5, 1, 1},      {1e-9, 100, 1},      {0.999999, 10, 10},
-        {0.0, 5, 1},      {2.0, 5, 5},      {-1.0, 5, 1},        {NAN, 5, 1},
-        {INFINITY, 5, 5}, {0.25, 0, 0},     {0.5, 2147483647, 1073741824}, {1.0, 2147483647, 2147483647},
+        {0.07, 100, 7},
+        {0.14, 100, 14},
+        {0.28, 50, 14},
+        {0.55, 100, 55},
+        {0.56, 100, 56},
+        {0.29, 100, 29},
+        {0.57, 100, 57},
+        {0.58, 100, 58},
+        {1.0 / 3, 3, 1},
+        {0.1, 3, 1},
+        {0.25, 10, 3},
+        {0.25, 8, 2},
+        {1.0, 17, 17},
+        {0.5, 1, 1},
+        {1e-9, 100, 1},
+        {0.999999, 10, 10},
+        {0.0, 5, 1},
+        {2.0, 5, 5},
+        {-1.0, 5, 1},
+        {NAN, 5, 1},
+        {INFINITY, 5, 5},
+        {0.25, 0, 0},
+        {0.5, 2147483647, 1073741824},
+        {1.0, 2147483647, 2147483647},
         {0.1 + 0.2, 10, 3},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t k = dion3_selection_count(cases[i].fraction, cases[i].n);
-        EXPECT(k == cases[i].k, "%.17g of %lld: %lld", cases[i].fraction, (long long)cases[i].n, (long long)k);
+        EXPECT(k == cases[i].k, "%.17g of %lld: %lld", cases[i].fraction, (long long)cases[i].n,
+               (long long)k);
     }
     for (int64_t percent = 1; percent <= 100; ++percent) {
         for (int64_t n = 1; n <= 1000; ++n) {
@@ -89,15 +108,18 @@ static void test_restarts(void) {
     };
     d3_ns_launch list[D3_NS_MAX_LAUNCHES];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        const int32_t n = d3_ns_launches(cases[i].gram, cases[i].steps, cases[i].restarts, cases[i].count, list);
-        const d3_ns_counts c =
-            d3_ns_count(cases[i].gram, cases[i].steps, cases[i].restarts, cases[i].count);
+        const int32_t n =
+            d3_ns_launches(cases[i].gram, cases[i].steps, cases[i].restarts, cases[i].count, list);
+        const d3_ns_counts c = d3_ns_count(cases[i].gram, cases[i].steps, cases[i].restarts, cases[i].count);
         EXPECT(n == (int32_t)strlen(cases[i].ops), "case %zu: %d launches", i, (int)n);
-        for (int32_t j = 0; j < n; ++j) EXPECT(names[list[j].op] == cases[i].ops[j], "case %zu, %d", i, (int)j);
+        for (int32_t j = 0; j < n; ++j)
+            EXPECT(names[list[j].op] == cases[i].ops[j], "case %zu, %d", i, (int)j);
         EXPECT(c.square_symmetric == cases[i].square && c.rectangular_symmetric == cases[i].rectangular &&
                    c.general == cases[i].general,
-               "case %zu: %d %d %d", i, (int)c.square_symmetric, (int)c.rectangular_symmetric, (int)c.general);
-        EXPECT(list[n - 1].step == cases[i].steps - 1, "case %zu ends at iteration %d", i, (int)list[n - 1].step);
+               "case %zu: %d %d %d", i, (int)c.square_symmetric, (int)c.rectangular_symmetric,
+               (int)c.general);
+        EXPECT(list[n - 1].step == cases[i].steps - 1, "case %zu ends at iteration %d", i,
+               (int)list[n - 1].step);
         EXPECT(d3_ns_launches(cases[i].gram, cases[i].steps, cases[i].restarts, cases[i].count, 0) == n,
                "counting alone");
     }
@@ -114,7 +136,8 @@ static void test_restarts(void) {
         const d3_ns_counts c = d3_ns_count(1, 7, restarts, count);
         EXPECT(c.square_symmetric == square && c.general == count + 1, "restarts %x", (unsigned)mask);
     }
-    EXPECT(d3_ns_launches(0, DION3_NS_MAX_STEPS, 0, 0, list) <= D3_NS_MAX_LAUNCHES, "the longest program fits");
+    EXPECT(d3_ns_launches(0, DION3_NS_MAX_STEPS, 0, 0, list) <= D3_NS_MAX_LAUNCHES,
+           "the longest program fits");
 }
 
 int main(void) {

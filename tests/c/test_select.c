@@ -62,10 +62,10 @@ int main(void) {
             double score[MAX];
             for (int64_t i = 0; i < sizes[s]; ++i) {
                 state = state * 1664525u + 1013904223u;
-                score[i] = kind == 0   ? 3.0                        /* all equal */
-                           : kind == 1 ? (double)(state >> 29)      /* many ties */
-                           : kind == 2 ? ldexp(state, -32)          /* distinct */
-                           : kind == 3 ? odd[(state >> 8) % 11]     /* what breaks comparisons */
+                score[i] = kind == 0   ? 3.0                            /* all equal */
+                           : kind == 1 ? (double)(state >> 29)          /* many ties */
+                           : kind == 2 ? ldexp(state, -32)              /* distinct */
+                           : kind == 3 ? odd[(state >> 8) % 11]         /* what breaks comparisons */
                                        : 1.0 + ldexp(state >> 30, -52); /* ties but for the last bits */
             }
             for (int64_t k = 1; k <= sizes[s]; k += 1 + sizes[s] / 9) check_case(score, sizes[s], k);

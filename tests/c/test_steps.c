@@ -14,8 +14,9 @@ typedef struct matrix {
 
 /* A (batch, rows, cols) stack with gaps between rows and columns, all elements a guard value. */
 static void make(matrix* m, int32_t dtype, int64_t rows, int64_t cols, int transposed) {
-    const dion3_tensor t = {m->storage, 2 * rows * cols + 30, transposed ? 2 : 2 * cols + 1,
-                            transposed ? 2 * rows + 1 : 2, dtype, 0};
+    const dion3_tensor t = {
+        m->storage, 2 * rows * cols + 30, transposed ? 2 : 2 * cols + 1, transposed ? 2 * rows + 1 : 2, dtype,
+        0};
     for (int64_t i = 0; i < ROOM; ++i) m->storage[i] = GUARD | (uint32_t)GUARD << 16;
     m->tensor = t;
     m->tensor.data = (char*)m->storage + 16 * d3_dtype_size(dtype);
@@ -66,8 +67,15 @@ static void test_momentum(int32_t dm, int32_t dg, int32_t axis, int transposed) 
     fill(&m, ROWS, COLS);
     fill(&g, ROWS, COLS);
     for (int64_t i = 0; i < BATCH * COLS + 2; ++i) score[i] = sumsq[i] = -7.0;
-    dion3_momentum_item it = {.momentum = m.tensor, .grad = g.tensor, .batch = BATCH, .rows = ROWS, .cols = COLS,
-                              .hyper = hyper, .score = score + 1, .sumsq = sumsq + 1, .axis = axis};
+    dion3_momentum_item it = {.momentum = m.tensor,
+                              .grad = g.tensor,
+                              .batch = BATCH,
+                              .rows = ROWS,
+                              .cols = COLS,
+                              .hyper = hyper,
+                              .score = score + 1,
+                              .sumsq = sumsq + 1,
+                              .axis = axis};
     EXPECT(dion3_momentum_cpu(&it, 1) == DION3_OK, "%s", dion3_last_error());
     for (int64_t b = 0; b < BATCH; ++b) {
         for (int64_t s = 0; s < n; ++s) {
@@ -80,10 +88,12 @@ static void test_momentum(int32_t dm, int32_t dg, int32_t axis, int transposed) 
                 l1 += fabs((double)want);
                 l2 += (double)want * (double)want;
             }
-            EXPECT(score[1 + b * n + s] == l1 && sumsq[1 + b * n + s] == l2, "sums of slice %lld", (long long)s);
+            EXPECT(score[1 + b * n + s] == l1 && sumsq[1 + b * n + s] == l2, "sums of slice %lld",
+                   (long long)s);
         }
     }
-    EXPECT(score[0] == -7.0 && score[1 + BATCH * n] == -7.0 && sumsq[0] == -7.0 && sumsq[1 + BATCH * n] == -7.0,
+    EXPECT(score[0] == -7.0 && score[1 + BATCH * n] == -7.0 && sumsq[0] == -7.0 &&
+               sumsq[1 + BATCH * n] == -7.0,
            "sums written outside");
     EXPECT(written(&m) == BATCH * ROWS * COLS && written(&g) == BATCH * ROWS * COLS, "guards");
 }
@@ -96,8 +106,16 @@ static void test_gather(int32_t dm, int32_t dout, int32_t axis, int transposed) 
     make(&m, dm, ROWS, COLS, transposed);
     make(&out, dout, rows, cols, 0);
     fill(&m, ROWS, COLS);
-    dion3_gather_item it = {.momentum = m.tensor, .out = out.tensor, .batch = BATCH, .rows = ROWS, .cols = COLS,
-                            .k = 3, .indices = indices, .norm = norm, .hyper = hyper, .axis = axis};
+    dion3_gather_item it = {.momentum = m.tensor,
+                            .out = out.tensor,
+                            .batch = BATCH,
+                            .rows = ROWS,
+                            .cols = COLS,
+                            .k = 3,
+                            .indices = indices,
+                            .norm = norm,
+                            .hyper = hyper,
+                            .axis = axis};
     EXPECT(dion3_gather_cpu(&it, 1) == DION3_OK, "%s", dion3_last_error());
     for (int64_t b = 0; b < BATCH; ++b) {
         for (int64_t i = 0; i < ROWS; ++i) {
@@ -132,9 +150,18 @@ static void test_update(int32_t dw, int32_t du, int32_t axis, int transposed) {
         make(&o, du, rows, cols, transposed);
         fill(&w, ROWS, COLS);
         fill(&o, rows, cols);
-        dion3_update_item it = {.weight = w.tensor, .update = o.tensor, .batch = BATCH, .rows = ROWS, .cols = COLS,
-                                .k = 3, .slots = by_rows ? row_slots : col_slots, .factor = factor, .hyper = hyper,
-                                .step = stochastic ? &step : 0, .axis = axis, .scale = 0.25f};
+        dion3_update_item it = {.weight = w.tensor,
+                                .update = o.tensor,
+                                .batch = BATCH,
+                                .rows = ROWS,
+                                .cols = COLS,
+                                .k = 3,
+                                .slots = by_rows ? row_slots : col_slots,
+                                .factor = factor,
+                                .hyper = hyper,
+                                .step = stochastic ? &step : 0,
+                                .axis = axis,
+                                .scale = 0.25f};
         EXPECT(dion3_update_cpu(&it, 1) == DION3_OK, "%s", dion3_last_error());
         for (int64_t b = 0; b < BATCH; ++b) {
             for (int64_t i = 0; i < ROWS; ++i) {
@@ -165,14 +192,22 @@ static void test_neuron(int32_t du) {
             set(&o, b, 1, j, b ? 0.0f : 2.0f);
         }
     }
-    dion3_neuron_item it = {.update = o.tensor, .batch = BATCH, .rows = 2, .cols = 4, .neurons = 4,
-                            .second_moment = second + 1, .indices = indices, .factor = factor + 1, .hyper = hyper};
+    dion3_neuron_item it = {.update = o.tensor,
+                            .batch = BATCH,
+                            .rows = 2,
+                            .cols = 4,
+                            .neurons = 4,
+                            .second_moment = second + 1,
+                            .indices = indices,
+                            .factor = factor + 1,
+                            .hyper = hyper};
     EXPECT(dion3_neuron_cpu(&it, 1) == DION3_OK, "%s", dion3_last_error());
     /* beta2 = 1/2, eps = 1: v = 1, 4 -> d = 2, 3; mean squares 1 and 4: ratio sqrt(5 / (1/4 + 4/9)). */
     const float ratio = (float)sqrt(5.0 / (0.25 + 4.0 / 9.0));
     const float want[10] = {-7, 1, 2, 4, 8, 1, 3, 4, 4, -7};
     for (int i = 0; i < 10; ++i) EXPECT(second[i] == want[i], "second moment %d = %g", i, (double)second[i]);
-    EXPECT(factor[1] == ratio / 2.0f && factor[2] == ratio / 3.0f, "%g %g", (double)factor[1], (double)factor[2]);
+    EXPECT(factor[1] == ratio / 2.0f && factor[2] == ratio / 3.0f, "%g %g", (double)factor[1],
+           (double)factor[2]);
     /* The second matrix has one moving row, whose norm is kept: factor 1; the other's is finite. */
     EXPECT(fabsf(factor[3] - 1.0f) < 1e-6f && isfinite(factor[4]), "%g", (double)factor[3]);
     EXPECT(factor[0] == -7.0f && factor[5] == -7.0f, "factor written outside");
@@ -194,9 +229,15 @@ static void test_adamw(int32_t dp, int32_t dg, int32_t ds) {
         d3_store(p, 1 + i, dp, (float)i);
         d3_store(g, 1 + i, dg, i % 2 ? 2.0f : -4.0f);
     }
-    dion3_adamw_item it = {.param = (char*)p + d3_dtype_size(dp), .grad = (char*)g + d3_dtype_size(dg),
-                           .exp_avg = (char*)m + d3_dtype_size(ds), .exp_avg_sq = (char*)v + d3_dtype_size(ds),
-                           .count = N, .step = &step, .hyper = scalars, .param_dtype = dp, .grad_dtype = dg,
+    dion3_adamw_item it = {.param = (char*)p + d3_dtype_size(dp),
+                           .grad = (char*)g + d3_dtype_size(dg),
+                           .exp_avg = (char*)m + d3_dtype_size(ds),
+                           .exp_avg_sq = (char*)v + d3_dtype_size(ds),
+                           .count = N,
+                           .step = &step,
+                           .hyper = scalars,
+                           .param_dtype = dp,
+                           .grad_dtype = dg,
                            .state_dtype = ds};
     EXPECT(dion3_adamw_cpu(&it, 1) == DION3_OK, "%s", dion3_last_error());
     for (int i = 0; i < N; ++i) {
