@@ -1,10 +1,10 @@
 /*
  * tile_order.h - in which order the tiles of a batch of products are computed.
  *
- * The workers of a launch (thread blocks or clusters) take its tiles wave by wave, one each. Which one is
- * arithmetic on a few numbers of the group, so no table has to be uploaded. The order has no influence on
- * any result, only on cache hits and on how evenly the work ends. Host and device; tests/c checks that every
- * tile is met exactly once.
+ * The workers of a launch (thread blocks) take its tiles wave by wave, one each. Which one is
+ * arithmetic on a few numbers of the group, so no table has to be uploaded. The order has no
+ * influence on any result, only on cache hits and on how evenly the work ends. Host and device;
+ * tests/c checks that every tile is met exactly once.
  */
 #ifndef DION3_TILE_ORDER_H
 #define DION3_TILE_ORDER_H
@@ -38,8 +38,8 @@ D3_HD d3_place d3_order_general(const d3_order* order, uint32_t index) {
     return place;
 }
 
-/* The tiles below the diagonal of all matrices: eight rows at a time, column by column up to the square where
- * the diagonal passes, then the rest of that square row by row. */
+/* The tiles below the diagonal of all matrices: eight rows at a time, column by column up to the
+ * square where the diagonal passes, then the rest of that square row by row. */
 D3_HD d3_place d3_order_below(const d3_order* order, uint32_t index) {
     d3_place place;
     uint32_t per_matrix = order->per_matrix - order->rows, row, col, first, height, square;
@@ -61,19 +61,20 @@ D3_HD d3_place d3_order_below(const d3_order* order, uint32_t index) {
     return place;
 }
 
-/* How many of the first `count` tiles of a symmetric group lie on the diagonal: a matrix ends with them. */
+/* How many of the first `count` tiles of a symmetric group lie on the diagonal: a matrix ends
+ * with them. */
 D3_HD uint32_t d3_order_diagonals(const d3_order* order, uint32_t count) {
     uint32_t matrices = count / order->per_matrix, below = order->per_matrix - order->rows;
     count -= matrices * order->per_matrix;
     return matrices * order->rows + (count > below ? count - below : 0);
 }
 
-/* The tile of worker `worker` in a wave that holds tiles first .. first + count - 1 of a symmetric group. The
- * diagonal tiles, which are shorter, go to the workers in turn, from wave to wave where the last one
- * ended, so that each gets as many of them; `workers` are all that take turns, count <= workers. Returns 0
- * if the wave has no tile for this worker. */
-D3_HD int d3_order_symmetric(const d3_order* order, uint32_t first, uint32_t count, uint32_t worker, uint32_t workers,
-                             d3_place* place) {
+/* The tile of worker `worker` in a wave that holds tiles first .. first + count - 1 of a
+ * symmetric group. The diagonal tiles, which are shorter, go to the workers in turn, from wave
+ * to wave where the last one ended, so that each gets as many of them; `workers` are all that
+ * take turns, count <= workers. Returns 0 if the wave has no tile for this worker. */
+D3_HD int d3_order_symmetric(const d3_order* order, uint32_t first, uint32_t count, uint32_t worker,
+                             uint32_t workers, d3_place* place) {
     uint32_t before = d3_order_diagonals(order, first);
     uint32_t diagonals = d3_order_diagonals(order, first + count) - before;
     uint32_t slot = (worker + workers - before % workers) % workers;
