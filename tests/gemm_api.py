@@ -142,9 +142,7 @@ def run_gemm(product: CGemm, symmetric: bool, backend: int) -> None:
     size = getattr(lib, name + "_workspace_size")(ctypes.byref(product), backend)
     workspace = torch.full((size + 1,), 255, dtype=torch.uint8, device=DEVICE)
     pointer = workspace.data_ptr() if size else None
-    succeed(
-        getattr(lib, name + "_cuda")(ctypes.byref(product), backend, pointer, size, stream())
-    )
+    succeed(getattr(lib, name + "_cuda")(ctypes.byref(product), backend, pointer, size, stream()))
     assert int(workspace[-1]) == 255, "written behind the workspace"
 
 
@@ -290,9 +288,7 @@ def program(
     return result
 
 
-def newton_schulz(
-    pairs: Sequence[tuple[Tensor, Tensor]], p: CProgram, share: float = 1.0
-) -> None:
+def newton_schulz(pairs: Sequence[tuple[Tensor, Tensor]], p: CProgram, share: float = 1.0) -> None:
     """Run stacks (x, out), both (batch, rows, cols), with that share of the workspace they ask for."""
     lib = library()
     stacks = (CStack * len(pairs))(*[CStack(describe(x), describe(o), *x.shape) for x, o in pairs])
