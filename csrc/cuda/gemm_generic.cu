@@ -28,8 +28,7 @@ source make_source(const dion3_tensor& t, int64_t batch, int64_t mn, int64_t k, 
 }
 
 addend make_addend(const dion3_tensor& t, int64_t batch, int64_t m, int64_t n) {
-    const bool vector =
-        d3_rows_aligned(t.data, 2, batch, t.batch_stride, m, t.row_stride, n, t.col_stride);
+    const bool vector = d3_rows_aligned(t.data, 2, batch, t.batch_stride, m, t.row_stride, n, t.col_stride);
     return {t.data, t.batch_stride, t.row_stride, t.col_stride, vector, 0};
 }
 
