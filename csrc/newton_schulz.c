@@ -13,6 +13,7 @@
  */
 #include "newton_schulz.h"
 #include "check.h"
+#include "cuda/aligned.h"
 #include "cuda/dispatch.h"
 #include "cuda/prepare.h"
 
@@ -51,9 +52,8 @@ static void turn(dion3_tensor* t) {
 
 /* Whether a product can read or write the tensor by 16 bytes, row by row. */
 static int addressable(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols) {
-    return (cols == 1 || t->col_stride == 1) &&
-           (rows == 1 || (t->row_stride >= cols && t->row_stride % 8 == 0)) &&
-           (batch == 1 || (t->batch_stride > 0 && t->batch_stride % 8 == 0)) && (uintptr_t)t->data % 16 == 0;
+    return d3_rows_aligned(t->data, 2, batch, t->batch_stride, rows, t->row_stride, cols, t->col_stride) &&
+           (rows == 1 || t->row_stride >= cols) && (batch == 1 || t->batch_stride > 0);
 }
 
 /* The same of a result: products store rows up to the next multiple of 8 elements. */

@@ -5,6 +5,7 @@
  * kernels. Operands that it cannot address are copied into padded workspace, and an unaddressable D back,
  * where the product is large enough to win by it (copies_pay). Everything else: generic kernels.
  */
+#include "aligned.h"
 #include "cuda_check.cuh"
 #include "dispatch.h"
 #include "prepare.h"
@@ -46,10 +47,9 @@ struct padded_product {
 };
 
 bool addressable(const dion3_tensor& t, int64_t batch, int64_t rows, int64_t cols, bool rows_only) {
-    const bool by_rows = (cols == 1 || t.col_stride == 1) && (rows == 1 || t.row_stride % D3_GEMM_PITCH == 0);
-    const bool by_cols = (rows == 1 || t.row_stride == 1) && (cols == 1 || t.col_stride % D3_GEMM_PITCH == 0);
-    return (by_rows || (by_cols && !rows_only)) && (batch == 1 || t.batch_stride % D3_GEMM_PITCH == 0) &&
-           (uintptr_t)t.data % 16 == 0;
+    return d3_rows_aligned(t.data, 2, batch, t.batch_stride, rows, t.row_stride, cols, t.col_stride) ||
+           (!rows_only &&
+            d3_rows_aligned(t.data, 2, batch, t.batch_stride, cols, t.col_stride, rows, t.row_stride));
 }
 
 /* Workspace for a copy of t with the same major, unless it must be row-major. */

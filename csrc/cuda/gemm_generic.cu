@@ -5,6 +5,7 @@
  * 64, else 128 x 128; by the majors of A and B, or element by element where either cannot be copied by 16
  * bytes. Groups of one choice share a launch; every choice gives the same bits.
  */
+#include "aligned.h"
 #include "cuda_check.cuh"
 #include "gemm.h"
 #include "gemm_generic.cuh"
@@ -14,25 +15,20 @@
 namespace {
 
 /* ---- host side ---------------------------------------------------------------------------------- */
-bool aligned(const dion3_tensor& t, int64_t batch) {
-    return (uintptr_t)t.data % 16 == 0 && (batch == 1 || t.batch_stride % 8 == 0);
-}
-
 /* The operand with mn as its first index. Prefers the major whose rows can be copied by 16 bytes. */
 source make_source(const dion3_tensor& t, int64_t batch, int64_t mn, int64_t k, int64_t mn_stride,
                    int64_t k_stride) {
     source s = {t.data, t.batch_stride, mn_stride, k_stride, 0, 0};
-    const bool k_unit = k == 1 || k_stride == 1, mn_unit = mn == 1 || mn_stride == 1;
-    if (k_unit && (mn == 1 || mn_stride % 8 == 0) && aligned(t, batch)) {
+    if (d3_rows_aligned(t.data, 2, batch, t.batch_stride, mn, mn_stride, k, k_stride)) {
         s.vector = 1;
-    } else if (mn_unit && (k == 1 || k_stride % 8 == 0) && aligned(t, batch)) {
+    } else if (d3_rows_aligned(t.data, 2, batch, t.batch_stride, k, k_stride, mn, mn_stride)) {
         s.vector = s.mn_major = 1;
     }
     return s;
 }
 
-addend make_addend(const dion3_tensor& t, int64_t batch, int64_t m) {
-    const bool vector = t.col_stride == 1 && (m == 1 || t.row_stride % 8 == 0) && aligned(t, batch);
+addend make_addend(const dion3_tensor& t, int64_t batch, int64_t m, int64_t n) {
+    const bool vector = d3_rows_aligned(t.data, 2, batch, t.batch_stride, m, t.row_stride, n, t.col_stride);
     return {t.data, t.batch_stride, t.row_stride, t.col_stride, vector, 0};
 }
 
@@ -68,9 +64,9 @@ group make_group(const d3_group& in, int symmetric, int tile) {
     group out = {};
     out.a = make_source(g.a, g.batch, g.m, g.k, g.a.row_stride, g.a.col_stride);
     out.b = make_source(g.b, g.batch, g.n, g.k, g.b.col_stride, g.b.row_stride);
-    out.c = make_addend(g.c, g.batch, g.m);
-    out.e = make_addend(o.e, g.batch, g.m);
-    out.d = make_addend(g.d, g.batch, g.m);
+    out.c = make_addend(g.c, g.batch, g.m, g.n);
+    out.e = make_addend(o.e, g.batch, g.m, g.n);
+    out.d = make_addend(g.d, g.batch, g.m, g.n);
     out.m = (int32_t)g.m;
     out.n = (int32_t)g.n;
     out.k = g.alpha == 0.0f ? 0 : (int32_t)g.k; /* alpha = 0 reads neither A nor B */

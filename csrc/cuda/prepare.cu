@@ -20,6 +20,7 @@
  * Bytes: with cached second reads one read and one write of memory; roof: memory bandwidth.
  * Constraints: none; rows that are not 16-byte aligned, or not contiguous, go element by element.
  */
+#include "aligned.h"
 #include "cuda_check.cuh"
 #include "prepare.h"
 #include "ptx_sm80.cuh"
@@ -416,16 +417,15 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t bytes_of(int32_t dtype) { return dtype == DION3_F32 ? 4 : 2; }
 
-side make_side(const dion3_tensor& t, int64_t batch, int64_t outer, bool swapped) {
+side make_side(const dion3_tensor& t, int64_t batch, int64_t outer, int64_t inner, bool swapped) {
     side s = {t.data,
               t.batch_stride,
               swapped ? t.col_stride : t.row_stride,
               swapped ? t.row_stride : t.col_stride,
               t.dtype,
               0};
-    const int64_t whole = 16 / bytes_of(t.dtype);
-    s.vector = s.inner_stride == 1 && (outer == 1 || s.outer_stride % whole == 0) &&
-               (batch == 1 || s.batch_stride % whole == 0) && (uintptr_t)t.data % 16 == 0;
+    s.vector = d3_rows_aligned(t.data, bytes_of(t.dtype), batch, s.batch_stride, outer, s.outer_stride, inner,
+                               s.inner_stride);
     return s;
 }
 
@@ -437,13 +437,13 @@ item make_item(const d3_copy& c) {
     it.batch = c.batch;
     it.outer = swapped ? c.cols : c.rows;
     it.inner = swapped ? c.rows : c.cols;
-    it.src = make_side(c.src, c.batch, it.outer, swapped);
-    it.dst = make_side(c.dst, c.batch, it.outer, swapped);
+    it.src = make_side(c.src, c.batch, it.outer, it.inner, swapped);
+    it.dst = make_side(c.dst, c.batch, it.outer, it.inner, swapped);
     if (gapless(it.src, it.inner) && gapless(it.dst, it.inner)) {
         it.inner *= it.outer;
         it.outer = 1;
-        it.src = make_side(c.src, c.batch, 1, swapped);
-        it.dst = make_side(c.dst, c.batch, 1, swapped);
+        it.src = make_side(c.src, c.batch, 1, it.inner, swapped);
+        it.dst = make_side(c.dst, c.batch, 1, it.inner, swapped);
     }
     it.eps = c.eps;
     it.units = ceil_div(it.inner, 16 / bytes_of(c.src.dtype));

@@ -7,6 +7,7 @@
  *    workspace and the other stacks change no bit.
  * 3. Wrong arguments are refused with a text that names them.
  */
+#include "cuda/aligned.h"
 #include "cuda/dispatch.h"
 #include "cuda/prepare.h"
 #include "dion3_round.h"
@@ -251,9 +252,34 @@ static void put(const dion3_tensor* t, int64_t b, int64_t i, int64_t j, double v
 }
 
 static int gemm_calls, norm_calls, copy_calls;
+static const char* workspace_begin; /* of the running call */
+static const char* workspace_end;
+
+/* Workspace that is an operand begins at a multiple of 256 bytes, and its rows of 16. */
+static void check_workspace(const dion3_tensor* t, int64_t batch, int64_t rows, int64_t cols) {
+    const char* data = t->data;
+    if (!data || data < workspace_begin || data >= workspace_end) return;
+    const int turned = t->col_stride != 1;
+    EXPECT((uintptr_t)data % 256 == 0, "workspace at %p", (const void*)data);
+    EXPECT(d3_rows_aligned(data, 2, batch, t->batch_stride, turned ? cols : rows,
+                           turned ? t->col_stride : t->row_stride, turned ? rows : cols,
+                           turned ? t->row_stride : t->col_stride),
+           "strides %lld %lld %lld", (long long)t->batch_stride, (long long)t->row_stride,
+           (long long)t->col_stride);
+}
+
+static void check_operands(const d3_group* group, int symmetric) {
+    const dion3_gemm* g = &group->g;
+    check_workspace(&g->a, g->batch, g->m, g->k);
+    check_workspace(&g->b, g->batch, symmetric ? g->n : g->k, symmetric ? g->k : g->n);
+    check_workspace(&g->c, g->batch, g->m, g->n);
+    check_workspace(&g->d, g->batch, g->m, g->n);
+    check_workspace(&group->e, g->batch, g->m, g->n);
+}
 
 static void run_group(const d3_group* group, int symmetric) {
     const dion3_gemm* g = &group->g;
+    check_operands(group, symmetric);
     for (int64_t b = 0; b < g->batch; ++b) {
         for (int64_t i = 0; i < g->m; ++i) {
             for (int64_t j = 0; j < (symmetric ? i + 1 : g->n); ++j) {
@@ -298,6 +324,7 @@ static double squared_norm(const d3_copy* c, int64_t b, const char* norms, size_
     }
     if (d3_norm_bytes(c)) {
         char* own = (char*)c->norms + b * d3_norm_bytes(c);
+        EXPECT((uintptr_t)c->norms % 16 == 0, "norms at %p", c->norms);
         EXPECT(own >= norms && own + d3_norm_bytes(c) <= norms + norms_bytes, "matrix %d", (int)b);
         for (int i = 0; i < 32; ++i) EXPECT(own[i] == (char)0xff, "matrix %d shares its norm", (int)b);
         memset(own, 0, 32);
@@ -399,6 +426,8 @@ static dion3_status run(const dion3_ns_stack* stacks, int64_t count, const dion3
     char* workspace = aligned_alloc(256, (bytes + 255) / 256 * 256 + GUARD);
     memset(workspace, 0xff, bytes + GUARD);
     gemm_calls = norm_calls = copy_calls = 0;
+    workspace_begin = workspace;
+    workspace_end = workspace + bytes;
     const dion3_status status = dion3_newton_schulz_cuda(stacks, count, program, workspace, bytes, NULL);
     for (int i = 0; i < GUARD; ++i)
         EXPECT(workspace[bytes + (size_t)i] == (char)0xff, "byte %d behind the workspace", i);
