@@ -88,5 +88,6 @@ def _draw_orthogonalizers(axes: Any, entries: list[dict[str, Any]]) -> None:
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
     for label in axes.get_yticklabels()[: len(headings)]:
         label.set_fontweight("bold")
+    axes.set_ylim(places[-1] + 0.8, headings[0][0] - 0.8)
     axes.tick_params(axis="y", length=0)
     axes.set_title("Orthogonalizer, by stack of matrices")
