@@ -19,14 +19,12 @@ static d3_order order_of(uint32_t batch, uint32_t rows, uint32_t cols, int symme
 
 /* Marks a tile; it must lie in the batch, on or below the diagonal if symmetric, and be new. */
 static void mark(const d3_order* order, d3_place place, int symmetric) {
-    const int inside = place.batch < order->batch && place.row < order->rows &&
-                       place.col < order->cols && (!symmetric || place.col <= place.row);
+    const int inside = place.batch < order->batch && place.row < order->rows && place.col < order->cols &&
+                       (!symmetric || place.col <= place.row);
     EXPECT(inside, "batch %u row %u col %u", place.batch, place.row, place.col);
     if (inside) {
-        const size_t index =
-            ((size_t)place.batch * order->rows + place.row) * order->cols + place.col;
-        EXPECT(!seen[index], "batch %u row %u col %u comes twice", place.batch, place.row,
-               place.col);
+        const size_t index = ((size_t)place.batch * order->rows + place.row) * order->cols + place.col;
+        EXPECT(!seen[index], "batch %u row %u col %u comes twice", place.batch, place.row, place.col);
         seen[index] = 1;
     }
 }
@@ -34,8 +32,7 @@ static void mark(const d3_order* order, d3_place place, int symmetric) {
 static void check_general(uint32_t batch, uint32_t rows, uint32_t cols) {
     const d3_order order = order_of(batch, rows, cols, 0);
     memset(seen, 0, (size_t)batch * rows * cols);
-    for (uint32_t i = 0; i < batch * order.per_matrix; i++)
-        mark(&order, d3_order_general(&order, i), 0);
+    for (uint32_t i = 0; i < batch * order.per_matrix; i++) mark(&order, d3_order_general(&order, i), 0);
 }
 
 /* One group alone: wave by wave, each worker once a wave. Counts each worker's diagonal tiles:
@@ -61,10 +58,9 @@ static void check_symmetric(uint32_t batch, uint32_t rows, uint32_t workers) {
         if (diagonals < least) least = diagonals;
         if (diagonals > most) most = diagonals;
     }
-    EXPECT(total == tiles, "%u of %u tiles, batch %u rows %u workers %u", total, tiles, batch, rows,
-           workers);
-    EXPECT(most - least <= 2, "diagonal tiles %u to %u, batch %u rows %u workers %u", least, most,
-           batch, rows, workers);
+    EXPECT(total == tiles, "%u of %u tiles, batch %u rows %u workers %u", total, tiles, batch, rows, workers);
+    EXPECT(most - least <= 2, "diagonal tiles %u to %u, batch %u rows %u workers %u", least, most, batch,
+           rows, workers);
 }
 
 /* Where groups meet, a worker takes the tile of its own number. */
