@@ -121,6 +121,41 @@ def one(
     print(f"    first call of this shape {first * 1e3:.1f} ms", flush=True)
 
 
+def grouped(rounds: int) -> None:
+    """Two shapes in one call beside eager, and many small matrices beside a loop over them."""
+    coefficients = dion3.scaled(dion3.POLAR_EXPRESS, 1.05)
+    flat = [value for triple in coefficients for value in triple]
+    shapes = [(216, 2048, 7168), (1, 7168, 18432)]
+    stacks = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    outs = [torch.empty_like(x) for x in stacks]
+    times = rotate(
+        {
+            "eager": lambda: [eager_standard(x, coefficients) for x in stacks],
+            "ours": lambda: torch.ops.dion3.newton_schulz_out(
+                stacks, outs, flat, [2], "gram", torch.float16, False, 0.0
+            ),
+        },
+        max(3, rounds // 6),
+    )
+    print(
+        f"216x(2048x7168) + 1x(7168x18432), one call: {times['ours'].median:.1f} ms, "
+        f"eager {times['eager'].median:.1f} ms, speed-up {times['eager'].ratio(times['ours']):.2f} "
+        "(bar 2.2)"
+    )
+    small = torch.randn(74, 24, 10240, device="cuda", dtype=torch.bfloat16)
+    times = rotate(
+        {
+            "loop": lambda: [dion3.gram_ns(x) for x in small],
+            "batched": lambda: dion3.gram_ns(small),
+        },
+        rounds,
+    )
+    print(
+        f"74x(24x10240): batched {times['batched'].median:.3f} ms, loop "
+        f"{times['loop'].median:.3f} ms, ratio {times['loop'].ratio(times['batched']):.1f} (bar 5)"
+    )
+
+
 def main() -> None:
     """Run every row and save results/<gpu>_newton_schulz.csv."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -139,6 +174,7 @@ def main() -> None:
     for shape, bar in STANDARD.items():
         one(table, shape, (None, bar), None, rounds)
         torch.cuda.empty_cache()
+    grouped(rounds)
     print("clocks", clocks())
     print("saved", table.save(args.out))
 
