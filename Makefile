@@ -120,7 +120,7 @@ dist-check: dist ## install that wheel into a fresh environment and use it there
 
 .PHONY: clean distclean help
 clean: ## remove what was built
-	rm -rf build dist docs/_build out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache dion3/*.so
+	rm -rf build dist docs/_build out *.egg-info .pytest_cache .mypy_cache .ruff_cache dion3/*.so
 	find dion3 tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## remove the virtual environment too

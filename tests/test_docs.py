@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,14 @@ def test_every_public_name_is_in_the_reference():
     reference = (ROOT / "docs" / "api.md").read_text()
     for name in dion3.__all__:
         assert re.search(rf"\b{name}\b", reference), name
+
+
+def test_every_optional_dependency_is_used():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = "".join(path.read_text() for path in SOURCES if path.suffix == ".py")
+    for requirement in [*extras["demo"], *extras["test"]]:
+        name = re.match(r"[\w-]+", requirement).group()
+        if not name.startswith(("pytest", "dion3")):
+            assert re.search(rf"^ *(import|from) {name}\b", sources, re.MULTILINE), requirement

@@ -45,8 +45,7 @@ def gather() -> dict[str, dict[str, Any]]:
         "torch CUDA": torch.version.cuda,
         "platform": platform.platform(),
     }
-    for name in ("matplotlib", "tqdm"):
-        versions[name] = _installed(name)
+    versions["matplotlib"] = _installed("matplotlib")
     cpu = machine(torch.device("cpu"))
     devices: dict[str, Any] = {"cpu": f"{cpu['processor']}, {cpu['threads']} threads"}
     for index in range(torch.cuda.device_count()):
