@@ -49,8 +49,9 @@ def gram_ns(
         steps: iterations; 5, or one per triple of coefficients.
         coefficients: None (Polar Express with safety 1.05), one triple for every iteration, or one
             triple per iteration.
-        restarts: "auto" (2 for the default coefficients, else found by find_restarts), or the iterations
-            after which to restart, each in 1 .. steps - 1. [2, 4] is as accurate as the standard form.
+        restarts: "auto" (2 for the default coefficients, else found by find_restarts; every second
+            iteration of more than ten), or the iterations after which to restart, each in
+            1 .. steps - 1. [2, 4] is as accurate as the standard form.
         dtype: compute dtype; None chooses as the module says.
         eps: the matrix is divided by max(norm, eps). The norm is Frobenius's.
         backend: "auto"; for measurements "sm90" or "generic", one family of CUDA kernels; "reference",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ PERTURBATION = -4e-4
 POINTS = 10_000
 WORST_METRIC = 1e8
 
+MOST_COMBINATIONS = 10_000
+"""More are refused: the search would take minutes, or years."""
+
+LONGEST_AUTO = 10
+"""restarts="auto" searches for no more iterations than this; the number of combinations explodes."""
+
 
 def find_restarts(
     coefficients: Iterable[Any] | None = None,
@@ -38,6 +44,7 @@ def find_restarts(
 
     Every combination of num_restarts out of 1 .. steps - 1 is tried ("r" means: restart after iteration
     r); of equally good ones the first in lexicographic order is taken. The measure is restart_metric.
+    More than 10,000 combinations are refused.
 
     Args:
         coefficients, steps: as in normalize_coefficients.
@@ -48,7 +55,7 @@ def find_restarts(
         The restarts, ascending.
 
     Raises:
-        TypeError, ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong, or there are too many combinations.
         RuntimeError: no combination keeps the metric below 1e8: more restarts are needed.
     """
     table = normalize_coefficients(coefficients, steps)
@@ -58,6 +65,12 @@ def find_restarts(
     if not 0 <= num_restarts < len(table):
         raise ValueError(
             f"num_restarts must be between 0 and steps - 1 = {len(table) - 1}, got {num_restarts}"
+        )
+    combinations = math.comb(len(table) - 1, num_restarts)
+    if combinations > MOST_COMBINATIONS:
+        raise ValueError(
+            f"num_restarts={num_restarts} of {len(table)} iterations has {combinations} combinations, more "
+            f"than the {MOST_COMBINATIONS} that are tried: restart after every second iteration instead"
         )
     return list(_search(table, num_restarts, float(perturbation)))
 
@@ -104,13 +117,14 @@ def scalar_run(
     table = normalize_coefficients(coefficients, steps)
     _check_perturbation(perturbation)
     chosen = check_restarts(restarts, len(table))
-    grams, factors = _run(table, chosen, float(perturbation))
+    grams, factors = zip(*_run(table, chosen, float(perturbation)), strict=True)
     return torch.stack(grams), torch.stack(factors)
 
 
 def auto_restarts(coefficients: Coefficients) -> list[int]:
     """What restarts="auto" means: [2] for the default set, else the fewest restarts that find_restarts
-    accepts, at least one; [] for a single iteration. Results are cached."""
+    accepts, at least one; [] for a single iteration. Beyond ten iterations, every second one, or every
+    one if that is not safe. Results are cached."""
     if coefficients == DEFAULT:
         return [2]
     return list(_auto(coefficients))
@@ -147,11 +161,16 @@ def _check_perturbation(perturbation: float) -> None:
 def _auto(table: Coefficients) -> tuple[int, ...]:
     if len(table) == 1:
         return ()
-    for count in range(1, len(table)):
-        try:
-            return _search(table, count, PERTURBATION)
-        except RuntimeError:
-            continue
+    if len(table) > LONGEST_AUTO:
+        second = tuple(range(2, len(table), 2))
+        if _metric(table, second, PERTURBATION) < WORST_METRIC:
+            return second
+    else:
+        for count in range(1, len(table)):
+            try:
+                return _search(table, count, PERTURBATION)
+            except RuntimeError:
+                continue
     return tuple(range(1, len(table)))
 
 
@@ -162,7 +181,7 @@ def _search(table: Coefficients, count: int, perturbation: float) -> tuple[int, 
     best: tuple[int, ...] = ()
     least = math.inf
     for candidate in itertools.combinations(range(1, len(table)), count):
-        metric = _metric(table, candidate, perturbation)
+        metric = _metric(table, candidate, perturbation, least)
         if metric < least:
             best, least = candidate, metric
     if not least < WORST_METRIC:
@@ -173,26 +192,29 @@ def _search(table: Coefficients, count: int, perturbation: float) -> tuple[int, 
     return best
 
 
-def _metric(table: Coefficients, restarts: Sequence[int], perturbation: float) -> float:
-    _, factors = _run(table, restarts, perturbation)
+def _metric(
+    table: Coefficients, restarts: Sequence[int], perturbation: float, limit: float = math.inf
+) -> float:
+    """The metric, or any value from limit on as soon as it cannot be less."""
     worst = 0.0
-    for factor in factors:
+    for _, factor in _run(table, restarts, perturbation):
         size = factor.abs()
         low, high = float(size.min()), float(size.max())
         if not (math.isfinite(low) and math.isfinite(high)) or low == 0.0:
             return math.inf
         worst = max(worst, high / low)
+        if worst >= limit:
+            break
     return worst
 
 
 def _run(
     table: Coefficients, restarts: Sequence[int], perturbation: float
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     # The device is named: a user may have set another default device.
     x = torch.logspace(0, -10, POINTS, dtype=torch.float64, device="cpu")
     one = torch.ones_like(x)
     r, q = x, one
-    grams, factors = [], []
     for t, (a, b, c) in enumerate(table):
         if t == 0 or t in restarts:
             if t > 0:
@@ -202,6 +224,4 @@ def _run(
         z = a + r * (b + r * c)
         q = q * z
         r = r * z * z
-        grams.append(r)
-        factors.append(q)
-    return grams, factors
+        yield r, q

@@ -51,6 +51,7 @@ def test_module_lists_the_commands_and_refuses_others():
         (["restarts", "--coefficients", "1,2"], "--coefficients 1,2"),
         (["restarts", "--set", "you", "--coefficients", "1,2,3"], "exclude each other"),
         (["restarts", "--safety", "-1"], "safety"),
+        (["restarts", "--set", "keller", "--steps", "60", "--restarts", "9"], "combinations"),
         (["demo", "--optimizers", "adamw,sgd"], "sgd"),
         (["demo", "--dim", "65", "--heads", "4"], "--dim 65"),
         (["bench", "--optimizers", ""], "--optimizers"),
@@ -153,6 +154,10 @@ def test_restarts_that_are_not_enough_are_exit_code_1(capsys):
     assert main(["restarts", *flags, "--restarts", "1"]) == 1
     assert "none is safe" in capsys.readouterr().out
     assert main(["restarts", *flags, "--restarts", "2"]) == 0
+    assert main(["restarts", "--restarts", "0"]) == 1  # the metric is 2.7e12
+    capsys.readouterr()
+    assert main(["restarts", "--set", "keller", "--steps", "20", "--restarts", "0", "--json"]) == 1
+    assert "Infinity" not in capsys.readouterr().out
 
 
 # ---- demo and bench -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dion3.coefficients import (
     POLAR_EXPRESS,
     POLAR_EXPRESS_8,
     YOU,
+    normalize_coefficients,
     scaled,
 )
 from dion3.restarts import (
@@ -150,6 +151,20 @@ def test_auto():
     assert auto_restarts((KELLER,) * 5) == [3]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("steps", [11, 30, 99])
+def test_many_iterations_need_no_search(steps):
+    # The combinations of 99 iterations would keep a search busy for ever.
+    second = list(range(2, steps, 2))
+    for coefficients in (KELLER, None):
+        table = normalize_coefficients(coefficients, steps)
+        assert auto_restarts(table) == second
+        assert restart_metric(table, second) < 100
+    # Two of these between restarts are not safe, so each stands alone: the standard form.
+    steep = ((30.0, -120.0, 110.0),) * steps
+    assert auto_restarts(steep) == list(range(1, steps))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -157,6 +172,7 @@ def test_auto():
         (lambda: find_restarts(None, 5), ValueError, "num_restarts"),
         (lambda: find_restarts(None, 1.0), TypeError, "num_restarts"),
         (lambda: find_restarts(None, True), TypeError, "num_restarts"),
+        (lambda: find_restarts(None, 9, steps=60), ValueError, "12565671261 combinations"),
         (lambda: find_restarts(None, 1, math.nan), ValueError, "perturbation"),
         (lambda: find_restarts(None, 1, "x"), ValueError, "perturbation"),
         (lambda: find_restarts([(1.0, 2.0)], 1), ValueError, "coefficients"),

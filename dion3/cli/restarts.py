@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 from . import UsageError
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             if len(triples) > 10:
                 progress.update(done + 1)
     _show(arguments, triples, shift, found)
-    return 1 if arguments.restarts is not None and found[0]["restarts"] is None else 0
+    return 0 if arguments.restarts is None or found[0]["safe"] else 1
 
 
 def _coefficients(arguments: argparse.Namespace) -> tuple[tuple[float, float, float], ...]:
@@ -129,17 +130,20 @@ def _triple(text: str) -> tuple[float, ...]:
 def _search(
     triples: tuple[tuple[float, float, float], ...], number: int, shift: float
 ) -> dict[str, Any]:
-    """The best restarts of a number, None if there are none that are safe, and their metric."""
-    from dion3.restarts import find_restarts, restart_metric
+    """The best restarts of a number, None if there are none that are safe, and their metric, None if it
+    is not finite: JSON has no infinity."""
+    from dion3.restarts import WORST_METRIC, find_restarts, restart_metric
 
+    entry = {"count": number, "restarts": None, "metric": None, "safe": False}
     try:
         restarts = find_restarts(triples, number, shift)
     except RuntimeError as error:
-        return {"count": number, "restarts": None, "metric": None, "error": str(error)}
+        return {**entry, "error": str(error)}
     except ValueError as error:
         raise UsageError(str(error)) from error
     metric = restart_metric(triples, restarts, shift)
-    return {"count": number, "restarts": restarts, "metric": metric}
+    finite = metric if math.isfinite(metric) else None
+    return {**entry, "restarts": restarts, "metric": finite, "safe": metric < WORST_METRIC}
 
 
 def _show(
@@ -159,13 +163,12 @@ def _show(
         if entry["restarts"] is None:
             rows.append((str(entry["count"]), "none is safe", "", "no"))
             continue
-        safe = entry["metric"] < 1e8
         rows.append(
             (
                 str(entry["count"]),
                 " ".join(map(str, entry["restarts"])) or "-",
-                f"{entry['metric']:.4g}",
-                "yes" if safe else "no",
+                "inf" if entry["metric"] is None else f"{entry['metric']:.4g}",
+                "yes" if entry["safe"] else "no",
             )
         )
     print(table(("restarts", "after iterations", "metric", "safe"), rows, left=2))
