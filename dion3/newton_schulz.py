@@ -66,11 +66,11 @@ def gram_ns(
         RuntimeError: X requires a gradient and grad mode is on.
     """
     _check_input(X, "X")
-    table = normalize_coefficients(coefficients, steps)
+    table = _table(coefficients, steps)
     if isinstance(restarts, str):
         if restarts != "auto":
             raise ValueError(f'restarts must be "auto" or a sequence of integers, got {restarts!r}')
-        chosen = _auto_restarts(table)
+        chosen = _default(steps)[1] if coefficients is None else _auto_restarts(table)
     else:
         chosen = list(check_restarts(restarts, len(table)))
     return _apply(X, table, chosen, "auto", dtype, eps, backend)
@@ -90,7 +90,7 @@ def newton_schulz(
     Arguments, result and errors as gram_ns.
     """
     _check_input(X, "X")
-    table = normalize_coefficients(coefficients, steps)
+    table = _table(coefficients, steps)
     return _apply(X, table, [], "standard", dtype, eps, backend)
 
 
@@ -111,8 +111,8 @@ def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
         As gram_ns.
     """
     _check_input(G, "G")
-    table = normalize_coefficients(KELLER, steps)
-    return _apply(G, table, _auto_restarts(table), "auto", None, 0.0, "auto", torch.bfloat16)
+    table, restarts = _keller(steps)
+    return _apply(G, table, restarts, "auto", None, 0.0, "auto", torch.bfloat16)
 
 
 def symmetric_mm(
@@ -233,6 +233,28 @@ def _scalar(value: float | Tensor, name: str) -> tuple[float, Tensor | None]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or a tensor, got {value!r}")
     return float(value), None
+
+
+def _table(coefficients: Iterable[object] | None, steps: int | None) -> Coefficients:
+    return (
+        _default(steps)[0] if coefficients is None else normalize_coefficients(coefficients, steps)
+    )
+
+
+# torch.compile(dynamic=True) takes the floats of a module for variables: what a traced function knows of
+# our own sets must be the result of one of these.
+
+
+@torch.compiler.assume_constant_result
+def _default(steps: int | None) -> tuple[Coefficients, list[int]]:
+    table = normalize_coefficients(None, steps)
+    return table, auto_restarts(table)
+
+
+@torch.compiler.assume_constant_result
+def _keller(steps: int) -> tuple[Coefficients, list[int]]:
+    table = normalize_coefficients(KELLER, steps)
+    return table, auto_restarts(table)
 
 
 @torch.compiler.assume_constant_result

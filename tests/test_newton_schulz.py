@@ -559,6 +559,18 @@ def test_compiles_without_graph_breaks(device):
         torch.testing.assert_close(ours, eager)
 
 
+def test_compiles_with_dynamic_shapes(device):
+    def f(x):
+        return gram_ns(x) + newton_schulz(x, 7), orthogonalize(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((6, 10), (9, 4), (5, 5)):
+        x = randn(*shape, device=device)
+        for ours, eager in zip(compiled(x), f(x), strict=True):
+            torch.testing.assert_close(ours, eager)
+
+
 def test_meta_and_fake_tensors():
     x = torch.empty(3, 5, 8, device="meta")
     assert (
