@@ -31,6 +31,7 @@ from .products import (
     one_thread_per_matrix,
     product,
     run_program,
+    stands_alone,
     workspace_bytes,
 )
 from .program import Stage, build_program
@@ -55,12 +56,13 @@ FLOAT16S = (torch.float16, torch.bfloat16)
 DTYPES = (*FLOAT16S, torch.float32, torch.float64)
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-"""A batch is cut so that its buffers stay below this (but never below one matrix per CPU thread). On a
-CPU that keeps them in cache; the result does not depend on it."""
+"""A batch is cut so that its buffers stay below this (but never below one matrix per CPU thread, or one
+where matrices stand alone). On a CPU that keeps them in cache; the result does not depend on it."""
 
 LONE_SUM = 1024
 """oneDNN cuts bf16 sums longer than this in another place for a batch of one matrix than for a larger one:
-such a matrix is computed twice, side by side, and the result is that of any other batch."""
+such a matrix, unless it stands alone, is computed twice, side by side, and the result is that of any other
+batch."""
 
 _built_with_cuda = bool(build_info()["cuda"])
 
@@ -175,13 +177,14 @@ def _stack(
     x = x.reshape(-1, rows, cols)
     target = out.reshape(-1, rows, cols)
     batch = x.size(0)
-    each = workspace_bytes(min(rows, cols), max(rows, cols), mode, dtype)
+    n = min(rows, cols)
+    each = workspace_bytes(n, max(rows, cols), mode, dtype)
     threads = torch.get_num_threads() if x.device.type == "cpu" else 1
     chunk = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // each // threads * threads
-    chunk = min(batch, max(chunk, threads))
+    chunk = 1 if stands_alone(n, x.device) else min(batch, max(chunk, threads))
     for start in range(0, batch, chunk):
         part, goal = x[start : start + chunk], target[start : start + chunk]
-        with one_thread_per_matrix(part.size(0), x.device), keep_fp32_operands(x.device):
+        with one_thread_per_matrix(part.size(0), n, x.device), keep_fp32_operands(x.device):
             _run_part(part, goal, program, mode, dtype, normalized, eps)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
@@ -199,7 +202,8 @@ def _run_part(
     tall = x.size(1) > x.size(2)
     transpose = tall and mode != EXACT
     work = _normalized(x, transpose, mode, dtype, normalized, eps)
-    if mode == NATIVE and work.size(0) == 1 and work.size(2) > LONE_SUM:
+    alone = stands_alone(work.size(1), x.device)
+    if mode == NATIVE and not alone and work.size(0) == 1 and work.size(2) > LONE_SUM:
         work = work.expand(2, -1, -1).contiguous()
     direct = mode == EXACT and out.dtype == dtype and out.is_contiguous()
     result = run_program(
@@ -288,11 +292,17 @@ def _product_op(
         left, right = left.float(), right.float()
         add = None if add is None else add.float()
     d = left.new_empty(batch, *shape[-2:])
-    with one_thread_per_matrix(batch, a.device), keep_fp32_operands(a.device):
-        if not on_device:
-            product(left, right, d, alpha=alpha, add=add, beta=beta)
-        else:
-            product(left, right, d)
+    n = min(*a.shape[-2:], b.size(-1))
+    step = 1 if stands_alone(n, a.device) else max(batch, 1)
+    with one_thread_per_matrix(batch, n, a.device), keep_fp32_operands(a.device):
+        for start in range(0, batch, step):
+            at = slice(start, start + step)
+            if on_device:
+                product(left[at], right[at], d[at])
+            else:
+                addend = None if add is None else add[at]
+                product(left[at], right[at], d[at], alpha=alpha, add=addend, beta=beta)
+        if on_device:
             d.mul_(_factor(alpha, alpha_tensor, d))
             if add is not None:
                 d.add_(add * _factor(beta, beta_tensor, d))

@@ -10,8 +10,9 @@ One stage of a program (dion3.program) is computed in one of three ways:
 
 A matrix's result must not depend on the batch around it. The BLAS libraries under torch keep that
 promise (as the tests see) unless a batch has fewer matrices than there are threads: then threads share a
-matrix, and its sums are split in a way that depends on both numbers. one_thread_per_matrix() rules that
-out, at the price that a lone matrix uses one core.
+matrix, and its sums are split in a way that depends on both numbers. So on a CPU a large matrix is always
+computed alone, by all threads; of small ones no two threads share one, at the price that a lone small
+matrix uses one core.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ __all__ = [
     "one_thread_per_matrix",
     "product",
     "run_program",
+    "stands_alone",
     "workspace_bytes",
 ]
 
 EXACT, ROUNDED, NATIVE = "exact", "rounded", "native"
+
+ALONE = 768
+"""The least dimension from which on threads share a matrix of a CPU."""
 
 
 def native_bf16(device: torch.device) -> bool:
@@ -45,11 +50,17 @@ def native_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def stands_alone(n: int, device: torch.device) -> bool:
+    """Whether matrices of this least dimension are computed one at a time."""
+    return device.type == "cpu" and n >= ALONE
+
+
 @contextlib.contextmanager
-def one_thread_per_matrix(batch: int, device: torch.device) -> Iterator[None]:
-    """Within it, the threads of a CPU never share a matrix of a batch of `batch` matrices."""
+def one_thread_per_matrix(batch: int, n: int, device: torch.device) -> Iterator[None]:
+    """Within it, the threads of a CPU never share a matrix of a batch of `batch` matrices, of least
+    dimension n, unless these stand alone."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    if batch >= threads:
+    if batch >= threads or n >= ALONE:
         yield
         return
     torch.set_num_threads(max(batch, 1))

@@ -225,6 +225,25 @@ def test_grouped_equals_single_for_large_groups(threads, device):
     assert all(torch.equal(orthogonalize(X[i]), whole[i]) for i in range(64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_matrices_stand_alone_and_share_the_threads(dtype, monkeypatch):
+    changed = []
+    monkeypatch.setattr(torch, "set_num_threads", changed.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    X = randn(3, 771, 769)
+    for f in (
+        lambda x: newton_schulz(x, 2, dtype=dtype),
+        lambda x: gram_ns(x[..., :768], 2, dtype=dtype),
+        lambda x: symmetric_mm(x.to(dtype)),
+        lambda x: symmetric_mm(x.to(dtype), alpha=torch.tensor(2.0)),
+    ):
+        whole = f(X)
+        assert all(torch.equal(f(X[i]), whole[i]) for i in range(3))
+    assert not changed
+    gram_ns(X[0, :767], dtype=dtype)
+    assert changed[0] == 1 and changed[-1] == 4  # of smaller ones no two threads share one
+
+
 def test_result_does_not_depend_on_the_number_of_threads_or_on_chunks(monkeypatch):
     X = randn(9, 40, 90)
     before = torch.get_num_threads()
