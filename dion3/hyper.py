@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .options import Options, check_scalars, hyper_row, lr_transfer, scalar_values
+from .options import Options, check_lr, check_scalars, hyper_row, lr_transfer, scalar_values
 
 HYPER_COUNT = 12
 """Length of a row (DION3_HYPER_COUNT)."""
@@ -43,6 +43,8 @@ class HyperTable:
         for group in groups:
             lr = group["lr"]
             if isinstance(lr, Tensor):
+                if lr.numel() != 1:
+                    check_lr("lr", lr)  # raises
                 lr = None if lr.is_cuda else lr.item()
             keys.append((lr, *scalar_values(group, options)))
         if keys == self._keys:

@@ -129,8 +129,9 @@ def param_groups(
         empty are left out.
 
     Raises:
-        ValueError: a selector that matches nothing, a mark on a parameter that cannot follow it, a
-            flattened FSDP parameter, an uninitialised lazy parameter, or no parameter at all.
+        ValueError: a selector that matches nothing or is no regular expression, a mark on a parameter
+            that cannot follow it, a flattened FSDP parameter, an uninitialised lazy parameter, or no
+            parameter at all.
         TypeError: a selector or option of the wrong type.
     """
     adamw = dict(adamw or {})
@@ -249,7 +250,7 @@ def _selected(
     chosen: dict[int, str] = {}
     for selector in selectors:
         if isinstance(selector, str | re.Pattern):
-            pattern = re.compile(selector)
+            pattern = _regex(argument, selector)
             text = repr(pattern.pattern)
             found = [k for k, places in uses.items() if any(pattern.search(u.name) for u in places)]
         elif isinstance(selector, nn.Module):
@@ -269,6 +270,13 @@ def _selected(
         for key in found:
             chosen.setdefault(key, text)
     return chosen
+
+
+def _regex(argument: str, text: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{argument}: {text!r} is no regular expression: {error}") from error
 
 
 def _huggingface_embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
@@ -437,6 +445,7 @@ def _matrix_groups(
     overrides: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     common = {"algorithm": "dion3", **matrix}
+    regexes = {pattern: _regex("overrides", pattern) for pattern in overrides}
     if lr is not None:
         common["lr"] = lr
     if weight_decay is not None:
@@ -444,7 +453,7 @@ def _matrix_groups(
     buckets: dict[tuple[str, bool], list[tuple[str, torch.Tensor]]] = {}
     for decision in decisions:
         if decision.algorithm == "dion3":
-            pattern = next((p for p in overrides if re.search(p, decision.name)), "")
+            pattern = next((p for p, r in regexes.items() if r.search(decision.name)), "")
             key = (pattern, decision.flatten)
             buckets.setdefault(key, []).append((decision.name, decision.parameter))
     for pattern in overrides:

@@ -459,7 +459,7 @@ STEPS = {
     "lr nan of AdamW": (_set("lr", NAN, 2), ValueError, "finite"),
     "lr nan tensor": (_set("lr", torch.tensor(NAN)), ValueError, "finite"),
     "lr text": (_set("lr", "high"), ValueError, "finite number"),
-    "lr two": (_set("lr", torch.ones(2)), (ValueError, RuntimeError), ""),
+    "lr two": (_set("lr", torch.ones(2)), ValueError, "1-element"),
     "weight_decay nan": (_set("weight_decay", NAN, 1), ValueError, "weight_decay"),
     "momentum": (_set("momentum", 1.5), ValueError, "momentum=1.5"),
     "eps": (_set("eps", -1.0), ValueError, "eps=-1.0"),

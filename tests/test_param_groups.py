@@ -364,6 +364,14 @@ def test_selectors_that_match_nothing(argument):
         param_groups(Mlp(), report=False, **{argument: [3]})
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"), [("include", "("), ("exclude", ["w", "("]), ("overrides", {"(": {}})]
+)
+def test_what_is_no_regular_expression(argument, value):
+    with pytest.raises(ValueError, match=rf"{argument}: '\(' is no regular expression"):
+        param_groups(Mlp(), report=False, **{argument: value})
+
+
 # ---- what comes back ---------------------------------------------------------------------------
 
 
