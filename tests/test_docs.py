@@ -112,8 +112,15 @@ def test_every_argument_of_dion3_is_documented(name):
 
 def test_every_public_name_is_in_the_reference():
     reference = (ROOT / "docs" / "api.md").read_text()
-    for name in dion3.__all__:
+    methods = [n for n, value in vars(dion3.Dion3).items() if inspect.isfunction(value)]
+    for name in dion3.__all__ + [n for n in methods if not n.startswith("_")]:
         assert re.search(rf"\b{name}\b", reference), name
+
+
+def test_the_readme_names_every_page():
+    readme = (ROOT / "README.md").read_text()
+    for path in PAGES:
+        assert path.name in ("README.md", "index.md") or path.name in readme, path
 
 
 def test_every_optional_dependency_is_used():
