@@ -57,6 +57,7 @@ class DevicePlan:
             self.workspace.rewind(mark)
             self.passes.append(Pass(self, buckets, start, state))
             start = self.passes[-1].stop
+        self.workspace.release()
 
     def _list_momentum(self, state: State) -> None:
         """Arguments of momentum_ and select_."""

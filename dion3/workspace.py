@@ -31,15 +31,19 @@ class Workspace:
         self._storage = torch.UntypedStorage(0, device=device)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor without content; it has memory only between acquire and release."""
+        """A contiguous tensor without content; it has memory only between acquire and release. After
+        the last one release gives back the memory that making them took."""
         itemsize = torch.empty((), dtype=dtype).element_size()
         offset = self._top
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        tensor = torch.empty(0, dtype=dtype, device=self.device)
-        tensor.set_(self._storage, offset // itemsize, tuple(shape), tuple(strides))
         self._top += -(-math.prod(shape) * itemsize // ALIGNMENT) * ALIGNMENT
         self.size = max(self.size, self._top)
-        return tensor
+        if self._storage.nbytes() < self._top:
+            # set_ would grow the storage by every tensor, and copy what is in it each time.
+            self.release()
+            self._storage.resize_(2 * self._top)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        tensor = torch.empty(0, dtype=dtype, device=self.device)
+        return tensor.set_(self._storage, offset // itemsize, tuple(shape), tuple(strides))
 
     def mark(self) -> int:
         """Where the next tensor would go: pass it to `rewind`."""

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 import dion3
 from dion3 import plan
 from dion3.options import shape_scale
+from dion3.workspace import Workspace
 
 FLAVOURS = [
     lambda p, **kw: dion3.Dion3(p, lr=0.1, **kw),
@@ -112,6 +113,20 @@ def test_scratch_memory_is_within_its_formula(device, monkeypatch, limit):
     assert opt.stats()["workspace_bytes"] >= min(everything, largest)
     for device_plan in opt._plans:
         assert device_plan.workspace._storage.nbytes() == 0
+
+
+def test_the_storage_grows_a_few_times_and_not_with_every_tensor(device):
+    space = Workspace(torch.device(device))
+    sizes = set()
+    for count in range(1, 501):
+        tensor = space.take((count, 7), torch.float64)
+        assert tensor.shape == (count, 7) and tensor.is_contiguous()
+        sizes.add(space._storage.nbytes())
+    assert len(sizes) <= 20
+    space.release()
+    space.acquire()
+    assert space._storage.nbytes() == space.size
+    assert tensor.fill_(1.0).sum() == 500 * 7
 
 
 # ---- heads, blocks, kernels ----
