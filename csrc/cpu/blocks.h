@@ -26,15 +26,18 @@
 #endif
 
 /* D3_PARALLEL(elements) begins a parallel region where there is OpenMP and the call is worth more than one
- * thread; D3_FOR shares the loop after it, with no wait at its end. */
+ * thread; D3_FOR shares the loop after it, with no wait at its end, and D3_FOR_BY hands out that many turns at
+ * a time: to fetch a turn costs as much as a matrix of a few elements. */
 #ifdef _OPENMP
 #define D3_PRAGMA(text) _Pragma(#text)
 #define D3_PARALLEL(elements) D3_PRAGMA(omp parallel if ((elements) > D3_TASK_ELEMENTS))
 #define D3_FOR D3_PRAGMA(omp for schedule(dynamic) nowait)
+#define D3_FOR_BY(turns) D3_PRAGMA(omp for schedule(dynamic, turns) nowait)
 #define D3_BARRIER D3_PRAGMA(omp barrier)
 #else
 #define D3_PARALLEL(elements) (void)(elements);
 #define D3_FOR
+#define D3_FOR_BY(turns) (void)(turns);
 #define D3_BARRIER
 #endif
 

@@ -64,8 +64,9 @@ D3_CLONES static void momentum_rows(const dion3_momentum_item* it, int64_t first
 D3_CLONES static void momentum_columns(const dion3_momentum_item* it, int64_t b, int64_t col, int64_t n) {
     float m[D3_BLOCK];
     float x[D3_BLOCK];
-    double score[D3_BLOCK] = {0};
-    double sumsq[D3_BLOCK] = {0};
+    double score[D3_BLOCK];
+    double sumsq[D3_BLOCK];
+    for (int64_t j = 0; j < n; ++j) score[j] = sumsq[j] = 0.0; /* not all of it: n may be 1 */
     for (int64_t i = 0; i < it->rows; ++i) {
         const float* seen = momentum_piece(it, b, i, col, n, m, x);
         for (int64_t j = 0; j < n; ++j) score[j] += fabs((double)m[j]);
@@ -95,7 +96,8 @@ dion3_status dion3_momentum_cpu(const dion3_momentum_item* items, int64_t count)
         const int64_t rows = it->cols ? it->batch * it->rows : 0;
         if (it->axis == DION3_COLS && (it->score || it->sumsq)) {
             const int64_t pieces = it->rows ? d3_ceil_div(it->cols, D3_BLOCK) : 0;
-            D3_FOR
+            const int64_t chunk = d3_task_rows(it->rows * d3_min(D3_BLOCK, it->cols));
+            D3_FOR_BY(chunk)
             for (int64_t t = 0; t < it->batch * pieces; ++t) {
                 const int64_t col = t % pieces * D3_BLOCK;
                 momentum_columns(it, t / pieces, col, d3_min(D3_BLOCK, it->cols - col));

@@ -77,7 +77,8 @@ dion3_status dion3_neuron_cpu(const dion3_neuron_item* items, int64_t count) {
         D3_BARRIER
         for (int64_t i = 0; i < count; ++i) {
             const int64_t batch = items[i].cols && items[i].rows ? items[i].batch : 0;
-            D3_FOR
+            const int64_t chunk = d3_task_rows(16 * items[i].rows); /* a row costs as much as 16 elements */
+            D3_FOR_BY(chunk)
             for (int64_t b = 0; b < batch; ++b) factors(&items[i], b);
         }
     }

@@ -67,7 +67,8 @@ dion3_status dion3_select_cpu(const dion3_select_item* items, int64_t count) {
     D3_PARALLEL(elements)
     for (int64_t i = 0; i < count; ++i) {
         const int64_t batch = items[i].n ? items[i].batch : 0;
-        D3_FOR
+        const int64_t chunk = d3_task_rows(DIGITS * items[i].n + BUCKETS);
+        D3_FOR_BY(chunk)
         for (int64_t b = 0; b < batch; ++b) select_matrix(&items[i], b);
     }
     return DION3_OK;
