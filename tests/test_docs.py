@@ -77,6 +77,30 @@ def test_every_path_in_the_sources_exists():
     assert not {path: names for path, names in missing.items() if names}
 
 
+def test_the_readme_names_every_page():
+    readme = (ROOT / "README.md").read_text()
+    for path in PAGES:
+        assert path.name in ("README.md", "index.md") or path.name in readme, path
+
+
+def test_every_optional_dependency_is_used():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = "".join(path.read_text() for path in SOURCES if path.suffix == ".py")
+    for requirement in [*extras["demo"], *extras["test"]]:
+        name = re.match(r"[\w-]+", requirement).group()
+        if not name.startswith(("pytest", "dion3")):
+            assert re.search(rf"^ *(import|from) {name}\b", sources, re.MULTILINE), requirement
+
+
+def test_every_public_method_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    for name, value in vars(dion3.Dion3).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            assert re.search(rf"\b{name}\b", reference), name
+
+
 class Language(torch.nn.Module):
     """The `model` of the examples: an embedding, a hidden layer, a head."""
 
@@ -112,23 +136,5 @@ def test_every_argument_of_dion3_is_documented(name):
 
 def test_every_public_name_is_in_the_reference():
     reference = (ROOT / "docs" / "api.md").read_text()
-    methods = [n for n, value in vars(dion3.Dion3).items() if inspect.isfunction(value)]
-    for name in dion3.__all__ + [n for n in methods if not n.startswith("_")]:
+    for name in dion3.__all__:
         assert re.search(rf"\b{name}\b", reference), name
-
-
-def test_the_readme_names_every_page():
-    readme = (ROOT / "README.md").read_text()
-    for path in PAGES:
-        assert path.name in ("README.md", "index.md") or path.name in readme, path
-
-
-def test_every_optional_dependency_is_used():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    sources = "".join(path.read_text() for path in SOURCES if path.suffix == ".py")
-    for requirement in [*extras["demo"], *extras["test"]]:
-        name = re.match(r"[\w-]+", requirement).group()
-        if not name.startswith(("pytest", "dion3")):
-            assert re.search(rf"^ *(import|from) {name}\b", sources, re.MULTILINE), requirement
