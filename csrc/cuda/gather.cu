@@ -10,8 +10,8 @@
  * runs. Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane
  * two columns, four rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
- * Bytes an element of m, f = k / n: rows f (2 |m| + |out|), without feedback f (|m| + |out|); columns
- * 2 |m| + f |out| for f above 1/16 (every sector holds a selected column), without feedback |m| + f |out|.
+ * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns 2 s |m| + f |out| with
+ * s = 1 - (1 - f)^(32 / |m|), the sectors that hold a selected column. Without feedback m counts once.
  * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
  */
 #include "../rows.h"
