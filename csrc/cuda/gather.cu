@@ -5,8 +5,9 @@
  *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
  * Rows: a copy of rows, geometry.cuh. Columns (columns.cuh): a block owns 32 vectors of columns of m by a strip
  * of 128 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
- * search. m is read and written in whole vectors, lanes without a selected column leave theirs alone. Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane
- * two columns, four rows under way.
+ * search. m is read and written in whole vectors, lanes without a selected column leave theirs alone. Unaligned,
+ * few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two columns, four
+ * rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
  * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns 2 s |m| + f |out| with
  * s = 1 - (1 - f)^(32 / |m|), the sectors that hold a selected column. Without feedback m counts once.
@@ -66,13 +67,7 @@ template <int MD, int OD, int N, bool LOOKS>
 __device__ __forceinline__ void row_piece(const gather_entry& e, const gather_numbers& s, char* m,
                                           const char* g, char* out, bool vector_out) {
     float x[N], y[N];
-    d3_vector<MD, N> old;
-    if constexpr (N > 1) {
-        old = d3_fetch<MD, N, false>(m);
-    } else {
-        old = d3_fetch_each<MD, 1>(m, 0, e.momentum_dtype);
-    }
-    d3_widen<MD, N>(old, e.momentum_dtype, x);
+    d3_widen<MD, N>(d3_fetch_aligned<MD, N>(m, e.momentum_dtype), e.momentum_dtype, x);
     if (LOOKS && s.looks_ahead) {
         d3_read<N>(g, e.grad_dtype, y);
 #pragma unroll
@@ -84,24 +79,15 @@ __device__ __forceinline__ void row_piece(const gather_entry& e, const gather_nu
         for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
     }
     const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
-    if constexpr (N > 1) {
-        if (vector_out) {
-            d3_put<OD, N>(out, gathered);
-        } else {
-            d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
-        }
+    if (vector_out) {
+        d3_put_aligned<OD, N>(out, e.out_dtype, gathered);
     } else {
-        d3_put_each<OD, 1>(out, 0, e.out_dtype, gathered);
+        d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
     }
     if (s.feeds_back) {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-        const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
-        if constexpr (N > 1) {
-            d3_put<MD, N>(m, kept);
-        } else {
-            d3_put_each<MD, 1>(m, 0, e.momentum_dtype, kept);
-        }
+        d3_put_aligned<MD, N>(m, e.momentum_dtype, d3_round<MD, N>(x, e.momentum_dtype));
     }
 }
 

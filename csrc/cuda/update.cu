@@ -86,21 +86,12 @@ template <int WD, int OD, int N>
 __device__ __forceinline__ void row_piece(const update_entry& e, const update_numbers& s, char* w,
                                           const char* o, bool selected, bool vector_update, float gain,
                                           int64_t index) {
-    d3_vector<WD, N> old;
+    const d3_vector<WD, N> old = d3_fetch_aligned<WD, N>(w, e.weight_dtype);
     float x[N];
-    if constexpr (N > 1) {
-        old = d3_fetch<WD, N, false>(w);
-    } else {
-        old = d3_fetch_each<WD, 1>(w, 0, e.weight_dtype);
-    }
     if (selected) {
-        d3_vector<OD, N> direction;
+        const d3_vector<OD, N> direction = vector_update ? d3_fetch_aligned<OD, N, true>(o, e.update_dtype)
+                                                         : d3_fetch_each<OD, N>(o, 1, e.update_dtype);
         float y[N];
-        if constexpr (N > 1) {
-            direction = vector_update ? d3_fetch<OD, N, true>(o) : d3_fetch_each<OD, N>(o, 1, e.update_dtype);
-        } else {
-            direction = d3_fetch_each<OD, 1>(o, 0, e.update_dtype);
-        }
         d3_widen<WD, N>(old, e.weight_dtype, x);
         d3_widen<OD, N>(direction, e.update_dtype, y);
 #pragma unroll
@@ -110,12 +101,7 @@ __device__ __forceinline__ void row_piece(const update_entry& e, const update_nu
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = d3_decay(s.decay, x[i]);
     }
-    const d3_vector<WD, N> rounded = round_weight<WD, N>(e, s, index, x);
-    if constexpr (N > 1) {
-        d3_put<WD, N>(w, rounded);
-    } else {
-        d3_put_each<WD, 1>(w, 0, e.weight_dtype, rounded);
-    }
+    d3_put_aligned<WD, N>(w, e.weight_dtype, round_weight<WD, N>(e, s, index, x));
 }
 
 /* V vectors of a row, `apart` vectors from each to the next: the loads of all, then (while they are under way)
@@ -288,8 +274,8 @@ __device__ __forceinline__ run_part<V, TILE> fetch_run(const char* o, int64_t o_
         const uint32_t j = begin + c * 32;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const bool has = j + threadIdx.x % 32 < count;
-            part.element[v][c] = has ? ((const uint16_t*)(o + v * o_jump))[j] : (uint16_t)0;
+            const uint16_t* const run = (const uint16_t*)(o + v * o_jump);
+            part.element[v][c] = j + threadIdx.x % 32 < count ? run[j] : (uint16_t)0;
         }
     }
     return part;
