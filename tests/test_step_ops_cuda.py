@@ -231,6 +231,86 @@ def test_update_equals_the_cpu(dtypes, stochastic):
             check("update_", update_args(shape, dtypes, axis, k, stochastic, factors))
 
 
+def chosen_columns(cols: int, which: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Indices and slots of a batch whose matrices select the given columns, equally many each."""
+    indices = torch.tensor(which, dtype=torch.int32)
+    slots = torch.full((len(which), cols), -1, dtype=torch.int32)
+    for row, columns in zip(slots, which, strict=True):
+        row[columns] = torch.arange(len(columns), dtype=torch.int32)
+    return indices, slots
+
+
+def check_columns(rows: int, cols: int, pitch: int, which: list[list[int]], pad: int = 0) -> None:
+    """gather_ and update_ of given columns of row-major matrices whose rows lie `pitch` apart, against
+    a compact side whose rows lie `pad` beyond its columns apart."""
+    batches, k = len(which), len(which[0])
+    indices, slots = chosen_columns(cols, which)
+    absent = torch.empty(0)
+
+    def padded(width: int, stride: int, dtype: torch.dtype, key: str) -> Tensor:
+        return randn((batches, rows, stride), dtype, CPU, key, which)[..., :width]
+
+    for dtype, compact in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+        norm = torch.rand(batches, dtype=torch.float64, generator=seeded(k)) + 0.5
+        for feedback in (0.95, 1.0):
+            m, out = padded(cols, pitch, dtype, "m"), padded(k, k + pad, compact, "o")
+            h = hyper_tensor(CPU, {"feedback": feedback})
+            check("gather_", ([m], [absent], [indices], [norm], h, [0], [1], [out]))
+        for decay, step in ((0.99, absent), (0.99, torch.tensor([7.0])), (1.0, absent)):
+            w, o = padded(cols, pitch, dtype, "w"), padded(k, k + pad, compact, "o")
+            factor = torch.rand(batches, rows, generator=seeded(rows))
+            h = hyper_tensor(CPU, {"decay": decay})
+            for factors in (absent, factor):
+                check(
+                    "update_",
+                    ([copied(w)], [o], [slots], [factors], h, [0], [1], [1.7], [step], 5, [3], [0],
+                     [rows * pitch], [pitch]),
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("cols", [120, 255, 256, 257, 264, 511, 513])
+def test_columns_at_the_edges_of_a_tile(cols):
+    """A tile is 256 columns of 16-bit elements, 128 of fp32; rows are padded to whole vectors."""
+    pitch = -(-cols // 8) * 8
+    places = {0, 7, 8, 127, 128, 254, 255, 256, 257, cols - 1}
+    edges = sorted(c for c in places if c < cols)
+    for c in edges:
+        check_columns(9, cols, pitch, [[c]])
+    first = list(range(min(cols, 256)))
+    check_columns(17, cols, pitch, [first, first])  # a whole tile and none of the next
+    check_columns(5, cols, pitch, [list(range(cols - 1))])
+    check_columns(3, cols, pitch, [edges, list(range(len(edges)))])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 33, 127, 129, 300])
+def test_columns_at_the_edges_of_a_strip(rows):
+    cols = 520
+    spread = [list(range(b, cols, 4 + b)) for b in range(2)]
+    k = min(len(s) for s in spread)
+    for count in {1, k - 1, k}:
+        for pad in (0, 1, 3):
+            check_columns(rows, cols, cols, [s[:count] for s in spread], pad)
+
+
+@pytest.mark.parametrize("share", [2, 3, 4, 8, 15, 17, 100])
+def test_columns_of_every_density(share):
+    for cols in (264, 776):
+        check_columns(11, cols, cols + 8, [list(range(0, cols, share))] * 3, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 31, 33, 512, 513, 1100])
+def test_momentum_columns_at_the_edges(rows):
+    for cols, dtype in itertools.product((120, 128, 130, 255, 257, 520), DTYPES):
+        grad = torch.bfloat16 if dtype == torch.float32 else dtype
+        pitch = -(-cols // 8) * 8
+        m = randn((2, rows, pitch), dtype, CPU, "m")[..., :cols]
+        g = randn((2, rows, pitch), grad, CPU, "g")[..., :cols]
+        sums = [poisoned((2, cols), torch.float64, CPU) for _ in range(2)]
+        for nu in (1.0, 0.9):
+            h = hyper_tensor(CPU, {"keep": 0.95, "nesterov": nu})
+            check("momentum_", ([m], [g], h, [0], [1], [sums[0]], [sums[1]]))
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids=str)
 def test_update_equals_the_cpu_with_every_stride(layouts, stochastic):

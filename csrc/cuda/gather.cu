@@ -3,18 +3,18 @@
  *
  *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)); m[selected] <- feedback * m[selected].
  *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
- * Rows: a copy of rows, geometry.cuh. Columns: a block owns 32 vectors of columns of m by a strip of 128
- * rows, a warp a row, two rows under way; it finds the indices of its columns in two steps of 256-fold search
- * and keeps their slots in shared memory. m is read and written in whole vectors, lanes without a selected
- * column leave theirs alone, and what a row gives to out is staged in shared memory, so that out is written in
- * runs. Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane
- * two columns, four rows under way.
+ * Rows: a copy of rows, geometry.cuh. Columns (columns.cuh): a block owns 32 vectors of columns of m by a strip
+ * of 128 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
+ * search. m is read and written in whole vectors, lanes without a selected column leave theirs alone. Unaligned,
+ * few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two columns, four
+ * rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
- * Bytes an element of m, f = k / n: rows f (2 |m| + |out|), without feedback f (|m| + |out|); columns
- * 2 |m| + f |out| for f above 1/16 (every sector holds a selected column), without feedback |m| + f |out|.
+ * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns 2 s |m| + f |out| with
+ * s = 1 - (1 - f)^(32 / |m|), the sectors that hold a selected column. Without feedback m counts once.
  * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
  */
 #include "../rows.h"
+#include "columns.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 #include "table.cuh"
@@ -44,20 +44,20 @@ struct gather_numbers {
     bool looks_ahead, feeds_back;
 };
 
-/* scale costs an fp64 division: one thread does it. Every thread of the block calls. */
-__device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, uint32_t batch) {
-    __shared__ float scale;
+__device__ __forceinline__ double norm_of(const gather_entry& e, uint32_t batch) {
+    return e.norm ? e.norm[batch] : 0.0;
+}
+
+/* norm is that of norm_of, called early: it is on its way together with the first indices. Every thread divides
+ * for itself, so that no barrier stands before the first load of m. */
+__device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, double norm) {
     gather_numbers s;
-    if (threadIdx.x == 0) {
-        scale = e.norm ? d3_norm_scale(e.norm[batch], e.hyper[DION3_HYPER_EPS]) : 1.0f;
-    }
+    s.scale = e.norm ? d3_norm_scale(norm, e.hyper[DION3_HYPER_EPS]) : 1.0f;
     s.gain = e.hyper[DION3_HYPER_GAIN];
     s.feedback = e.hyper[DION3_HYPER_FEEDBACK];
     s.nesterov = e.hyper[DION3_HYPER_NESTEROV];
     s.looks_ahead = s.nesterov != 1.0f;
     s.feeds_back = s.feedback != 1.0f;
-    __syncthreads();
-    s.scale = scale;
     return s;
 }
 
@@ -67,13 +67,7 @@ template <int MD, int OD, int N, bool LOOKS>
 __device__ __forceinline__ void row_piece(const gather_entry& e, const gather_numbers& s, char* m,
                                           const char* g, char* out, bool vector_out) {
     float x[N], y[N];
-    d3_vector<MD, N> old;
-    if constexpr (N > 1) {
-        old = d3_fetch<MD, N, false>(m);
-    } else {
-        old = d3_fetch_each<MD, 1>(m, 0, e.momentum_dtype);
-    }
-    d3_widen<MD, N>(old, e.momentum_dtype, x);
+    d3_widen<MD, N>(d3_fetch_aligned<MD, N>(m, e.momentum_dtype), e.momentum_dtype, x);
     if (LOOKS && s.looks_ahead) {
         d3_read<N>(g, e.grad_dtype, y);
 #pragma unroll
@@ -85,24 +79,15 @@ __device__ __forceinline__ void row_piece(const gather_entry& e, const gather_nu
         for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
     }
     const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
-    if constexpr (N > 1) {
-        if (vector_out) {
-            d3_put<OD, N>(out, gathered);
-        } else {
-            d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
-        }
+    if (vector_out) {
+        d3_put_aligned<OD, N>(out, e.out_dtype, gathered);
     } else {
-        d3_put_each<OD, 1>(out, 0, e.out_dtype, gathered);
+        d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
     }
     if (s.feeds_back) {
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-        const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
-        if constexpr (N > 1) {
-            d3_put<MD, N>(m, kept);
-        } else {
-            d3_put_each<MD, 1>(m, 0, e.momentum_dtype, kept);
-        }
+        d3_put_aligned<MD, N>(m, e.momentum_dtype, d3_round<MD, N>(x, e.momentum_dtype));
     }
 }
 
@@ -177,7 +162,10 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
     const uint32_t index = d3_find(table, blockIdx.x);
     const gather_entry& e = table.entries[index];
     const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
-    const gather_numbers s = numbers_of(e, p.batch);
+    const int32_t* const indices = e.indices ? e.indices + (int64_t)p.batch * e.rows.rows + p.first : NULL;
+    const double norm = norm_of(e, p.batch);
+    int32_t ahead = indices && p.group < p.rows ? indices[p.group] : 0; /* the next row's */
+    const gather_numbers s = numbers_of(e, norm);
     const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
     const int g_size = d3_size<D3_ANY>(e.grad_dtype);
     const int64_t m_step = (N > 1 ? 1 : e.m.col) * m_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
@@ -186,7 +174,8 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
 
     for (uint32_t r = p.group; r < p.rows; r += p.groups) {
         const uint32_t slot = p.first + r;
-        const int64_t row = e.indices ? e.indices[(int64_t)p.batch * e.rows.rows + slot] : (int64_t)slot;
+        const int64_t row = indices ? (int64_t)ahead : (int64_t)slot;
+        if (indices && r + p.groups < p.rows) ahead = indices[r + p.groups];
         char* const m = e.momentum + (p.batch * e.m.batch + row * e.m.row) * m_size;
         char* const out = e.out + (p.batch * e.o.batch + slot * e.o.row) * o_size;
         const char* const g = LOOKS ? e.grad + (p.batch * e.g.batch + row * e.g.row) * g_size : NULL;
@@ -251,89 +240,64 @@ __device__ __forceinline__ void find_slots(const int32_t* indices, uint32_t k, u
     __syncthreads();
 }
 
-/* A thread's columns of the tile. */
-struct column_share {
-    uint32_t mask, held;        /* the selected ones; how many exist */
-    uint32_t place;             /* of the first selected one among the tile's */
-    uint32_t first_slot, count; /* of the tile */
+/* A warp's shared memory. */
+template <int V, int TILE>
+struct __align__(16) tile_stage {
+    uint16_t out[V][TILE]; /* what V rows give to out, each element at its column */
+    uint8_t column_of[TILE];
 };
 
-/* V rows of N columns; staged holds what they give to out. A whole warp calls. */
-template <int MD, int OD, int V>
-__device__ __forceinline__ void column_rows(const gather_entry& e, const gather_numbers& s,
-                                            const column_share& p, char* m, int64_t m_jump, char* out,
-                                            int64_t out_jump, uint16_t* staged) {
-    constexpr int N = d3_width(MD), TILE = 32 * N;
-    constexpr int M = MD == DION3_F32 ? 4 : 2;
-    d3_vector<MD, N> old[V];
+/* V rows, D3_WARPS apart; the whole warp calls. */
+template <int MD, int OD, int V, int STAGED>
+__device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_numbers& s,
+                                           const d3_columns& columns, char* m, char* out,
+                                           tile_stage<STAGED, 32 * d3_width(MD)>& stage) {
+    constexpr int N = d3_width(MD), M = MD == DION3_F32 ? 4 : 2;
+    const uint32_t lane = threadIdx.x % 32;
+    const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
+    if (columns.mask) {
+        d3_vector<MD, N> old[V];
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        if (p.mask && p.held == N) {
-            old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
-        } else {
+        for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                if (p.mask >> i & 1u) {
-                    const uint32_t word = d3_fetch_each<MD, 1>(m + v * m_jump + i * M, 0, MD).word[0];
+        for (int v = 0; v < V; ++v) {
+            float x[N], y[N];
+            d3_widen<MD, N>(old[v], e.momentum_dtype, x);
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
+            d3_put<OD, N>(&stage.out[v][lane * N], d3_round<OD, N>(y, e.out_dtype));
+            if (s.feeds_back) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
+                const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
+#pragma unroll
+                for (int i = 0; i < N; ++i) { /* the others keep every bit */
+                    const uint32_t part = M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
                     uint32_t& w = old[v].word[M == 4 ? i : i / 2];
-                    w = M == 4 || i % 2 == 0 ? word : w | word << 16;
-                } else if (M == 4 || i % 2 == 0) {
-                    old[v].word[M == 4 ? i : i / 2] = 0;
+                    if (columns.mask >> i & 1u) w = (w & ~part) | (kept.word[M == 4 ? i : i / 2] & part);
                 }
-            }
-        }
-    }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        float x[N], y[N];
-        uint32_t place = v * TILE + p.place;
-        d3_widen<MD, N>(old[v], e.momentum_dtype, x);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
-        const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            if (p.mask >> i & 1u) staged[place++] = (uint16_t)(gathered.word[i / 2] >> 16 * (i % 2));
-        }
-        if (s.feeds_back) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-            const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
-#pragma unroll
-            for (int i = 0; i < N; ++i) { /* the others keep every bit */
-                const uint32_t part = M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
-                uint32_t& w = old[v].word[M == 4 ? i : i / 2];
-                if (p.mask >> i & 1u) w = (w & ~part) | (kept.word[M == 4 ? i : i / 2] & part);
-            }
-            if (p.mask && p.held == N) {
                 d3_put<MD, N>(m + v * m_jump, old[v]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    d3_vector<MD, 1> single;
-                    single.word[0] =
-                        M == 4 ? old[v].word[i % old[v].WORDS] : old[v].word[i / 2] >> 16 * (i % 2);
-                    if (p.mask >> i & 1u) d3_put_each<MD, 1>(m + v * m_jump + i * M, 0, MD, single);
-                }
             }
         }
     }
     __syncwarp();
+#pragma unroll 2
+    for (uint32_t j = lane; j < columns.count; j += 32) {
+        const uint32_t column = stage.column_of[j];
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        for (uint32_t j = threadIdx.x % 32; j < p.count; j += 32) {
-            ((uint16_t*)(out + v * out_jump))[(int64_t)(p.first_slot + j) * e.o.col] = staged[v * TILE + j];
+        for (int v = 0; v < V; ++v) {
+            ((uint16_t*)(out + v * out_jump))[j * e.o.col] = stage.out[v][column];
         }
     }
-    __syncwarp();
+    __syncwarp(); /* the stage is written anew */
 }
 
 template <int MD, int OD>
 __global__ void __launch_bounds__(D3_THREADS, 4)
     gather_tiles_kernel(const __grid_constant__ gather_table table) {
-    constexpr int N = d3_width(MD), TILE = 32 * N, V = 2, M = MD == DION3_F32 ? 4 : 2;
+    constexpr int N = d3_width(MD), TILE = 32 * N, V = 4, M = MD == DION3_F32 ? 4 : 2;
     __shared__ int32_t slot_of[TILE];
-    __shared__ uint16_t staged[D3_WARPS][V * TILE];
+    __shared__ tile_stage<V, TILE> stages[D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
     const gather_entry& e = table.entries[index];
     const uint32_t k = e.rows.cols, tiles = (e.columns + TILE - 1) / TILE;
@@ -343,37 +307,45 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     const uint32_t tile = rest % tiles;
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
-    const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    const uint32_t begin = strip * STRIP_ROWS + warp, end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
     const uint32_t column = tile * TILE + lane * N;
-    const gather_numbers s = numbers_of(e, batch);
-    column_share p;
-    uint32_t slot = ~0u;
+    const bool vector = column + N <= e.columns;
+    const double norm = norm_of(e, batch);
+    char* const m = e.momentum + (batch * e.m.batch + column) * M;
+    char* const out = e.out + batch * e.o.batch * 2;
+    int32_t slots[N];
     find_slots<TILE>(e.indices + (int64_t)batch * k, k, tile * TILE, slot_of);
-    p.mask = 0;
-    p.held = column < e.columns ? min(e.columns - column, (uint32_t)N) : 0;
 #pragma unroll
-    for (int i = N - 1; i >= 0; --i) {
-        const int32_t found = slot_of[lane * N + i];
-        if (found >= 0) {
-            p.mask |= 1u << i;
-            slot = (uint32_t)found;
+    for (int i = 0; i < N; ++i) slots[i] = vector ? slot_of[lane * N + i] : -1;
+    const d3_columns columns = d3_columns_of<N>(slots, stages[warp].column_of);
+    const gather_numbers s = numbers_of(e, norm);
+    if (columns.count) {
+        char* from = m + begin * e.m.row * M;
+        char* to = out + (begin * e.o.row + columns.slot * e.o.col) * 2;
+        uint32_t row = begin;
+#pragma unroll 1
+        for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
+            tile_piece<MD, OD, V>(e, s, columns, from, to, stages[warp]);
+            from += e.m.row * (M * V * D3_WARPS);
+            to += e.o.row * (2 * V * D3_WARPS);
+        }
+#pragma unroll 1
+        for (; row < end; row += D3_WARPS) {
+            tile_piece<MD, OD, 1>(e, s, columns, from, to, stages[warp]);
+            from += e.m.row * (M * D3_WARPS);
+            to += e.o.row * (2 * D3_WARPS);
         }
     }
-    p.first_slot = __reduce_min_sync(0xffffffffu, slot);
-    p.count = __reduce_add_sync(0xffffffffu, (uint32_t)__popc(p.mask));
-    p.place = slot - p.first_slot;
-    if (p.count == 0) return;
-    uint32_t row = strip * STRIP_ROWS + warp;
-    char* m = e.momentum + (batch * e.m.batch + row * e.m.row + column) * M;
-    char* out = e.out + (batch * e.o.batch + row * e.o.row) * 2;
-    const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
+    if (vector) return;
 #pragma unroll 1
-    for (; row + D3_WARPS < end; row += V * D3_WARPS) {
-        column_rows<MD, OD, V>(e, s, p, m, m_jump, out, out_jump, staged[warp]);
-        m += V * m_jump;
-        out += V * out_jump;
+    for (uint32_t i = 0; column + i < e.columns; ++i) { /* the last columns, fewer than a vector */
+        const int32_t slot = slot_of[lane * N + i];
+#pragma unroll 1
+        for (uint32_t row = begin; row < end && slot >= 0; row += D3_WARPS) {
+            row_piece<MD, OD, 1, false>(e, s, m + (row * e.m.row + i) * M, NULL,
+                                        out + (row * e.o.row + slot * e.o.col) * 2, false);
+        }
     }
-    if (row < end) column_rows<MD, OD, 1>(e, s, p, m, m_jump, out, out_jump, staged[warp]);
 }
 
 /* ---- columns, any ------------------------------------------------------------------------------- */
@@ -390,7 +362,7 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
     const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
-    const gather_numbers s = numbers_of(e, batch);
+    const gather_numbers s = numbers_of(e, norm_of(e, batch));
     const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
     const char* const g = e.grad;
     int64_t from[2];

@@ -2,10 +2,11 @@
  * momentum.cu - m <- keep * m + gain * g and the sums of |m| and m^2 over every slice, in one pass.
  *
  *   momentum, grad (batch, rows, cols), any dtype and strides; score, sumsq (batch, rows or cols) fp64.
- * Rows: geometry.cuh; a row's sums are finished where the row is. Columns: a block owns 128 columns by a
- * strip of 512 rows (more where a matrix would have over 128 strips), a warp a row, each thread its own 4
- * columns with several rows under way; the strips' sums go to the workspace and a second, small launch adds
- * them in order. A transposed matrix (row stride 1) is read as its transpose with the axis turned.
+ * Rows: geometry.cuh; a row's sums are finished where the row is. Columns: a block owns 32 vectors of columns by a
+ * strip of 512 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
+ * of a lane's columns in its registers: so many that two blocks are resident with 16-bit momentum, three with fp32.
+ * The strips' sums go to the workspace and a second, small launch adds them in order. A transposed matrix (row
+ * stride 1) is read as its transpose with the axis turned.
  * Bytes: 2 |m| + |g| an element (bf16: 6); columns and 16-bit: 1% more for the strips. Sums: one
  * fp64 addition and one fp64 multiply-add an element (m^2 is exact in fp64), far below the roof where
  * fp64 runs at half rate; where it runs at 1/64 (compute capability 8.6, 8.9, 12.0) these two are the
@@ -19,6 +20,7 @@
 
 #define STRIP_ROWS 512
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor, as registers allow */
+#define ROWS_AHEAD 4
 #define MAX_STRIPS 128
 
 struct momentum_entry {
@@ -90,22 +92,11 @@ __device__ __forceinline__ void add_up(const momentum_numbers& s, const float (&
 template <int MD, int GD, int N>
 __device__ __forceinline__ void row_piece(const momentum_entry& e, const momentum_numbers& s, char* m,
                                           const char* g, bool vector_grad, double& l1, double& squares) {
-    d3_vector<MD, N> old;
-    d3_vector<GD, N> grad;
+    const d3_vector<MD, N> old = d3_fetch_aligned<MD, N>(m, e.momentum_dtype);
+    const d3_vector<GD, N> grad = vector_grad ? d3_fetch_aligned<GD, N, true>(g, e.grad_dtype)
+                                              : d3_fetch_each<GD, N>(g, 1, e.grad_dtype);
     float x[N], y[N];
-    if constexpr (N > 1) {
-        old = d3_fetch<MD, N, false>(m);
-        grad = vector_grad ? d3_fetch<GD, N, true>(g) : d3_fetch_each<GD, N>(g, 1, e.grad_dtype);
-    } else {
-        old = d3_fetch_each<MD, 1>(m, 0, e.momentum_dtype);
-        grad = d3_fetch_each<GD, 1>(g, 0, e.grad_dtype);
-    }
-    const d3_vector<MD, N> stored = advance<MD, GD, N>(e, s, old, grad, x, y);
-    if constexpr (N > 1) {
-        d3_put<MD, N>(m, stored);
-    } else {
-        d3_put_each<MD, 1>(m, 0, e.momentum_dtype, stored);
-    }
+    d3_put_aligned<MD, N>(m, e.momentum_dtype, advance<MD, GD, N>(e, s, old, grad, x, y));
     add_up<N>(s, x, y, [&](int, double value, double input) {
         l1 += fabs(value);
         squares = fma(input, input, squares);
@@ -213,13 +204,36 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
-/* Columns of a thread: few, since each costs four registers of sums. */
-__host__ __device__ constexpr int column_width(int dtype) { return dtype == D3_ANY ? 1 : 4; }
+/* V rows of N columns, D3_WARPS apart: the loads of all first. */
+template <int MD, int GD, int N, int V>
+__device__ __forceinline__ void column_piece(const momentum_entry& e, const momentum_numbers& s, char* m,
+                                             const char* g, double (&l1)[N], double (&squares)[N]) {
+    const int64_t m_jump = e.m.row * (d3_size<MD>(e.momentum_dtype) * D3_WARPS);
+    const int64_t g_jump = e.g.row * (d3_size<GD>(e.grad_dtype) * D3_WARPS);
+    d3_vector<MD, N> old[V];
+    d3_vector<GD, N> grad[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) old[v] = d3_fetch_aligned<MD, N>(m + v * m_jump, e.momentum_dtype);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        grad[v] = d3_fetch_aligned<GD, N, true>(g + v * g_jump, e.grad_dtype);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        float x[N], y[N];
+        old[v] = advance<MD, GD, N>(e, s, old[v], grad[v], x, y);
+        d3_put_aligned<MD, N>(m + v * m_jump, e.momentum_dtype, old[v]);
+        add_up<N>(s, x, y, [&](int i, double value, double input) {
+            l1[i] += fabs(value);
+            squares[i] = fma(input, input, squares[i]);
+        });
+    }
+}
 
 template <int MD, int GD>
-__global__ void __launch_bounds__(D3_THREADS, 3)
+__global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 2)
     momentum_columns_kernel(const __grid_constant__ momentum_table table) {
-    constexpr int N = column_width(MD), TILE = 32 * N, ROWS_AHEAD = MD == DION3_F32 ? 2 : 4;
+    constexpr int N = d3_width(MD), TILE = 32 * N, V = ROWS_AHEAD;
     __shared__ double part[D3_WARPS][TILE];
     const uint32_t index = d3_find(table, blockIdx.x);
     const momentum_entry& e = table.entries[index];
@@ -234,56 +248,35 @@ __global__ void __launch_bounds__(D3_THREADS, 3)
     const uint32_t column = tile * TILE + lane * N;
     const int m_size = d3_size<MD>(e.momentum_dtype), g_size = d3_size<GD>(e.grad_dtype);
     const int64_t m_step = (N > 1 ? 1 : e.m.col) * m_size, g_step = (N > 1 ? 1 : e.g.col) * g_size;
-    char* const m = e.momentum + batch * e.m.batch * m_size + column * m_step;
-    const char* const g = e.grad + batch * e.g.batch * g_size + column * g_step;
+    uint32_t row = strip * e.strip_rows + group;
+    char* m = e.momentum + (batch * e.m.batch + row * e.m.row) * m_size + column * m_step;
+    const char* g = e.grad + (batch * e.g.batch + row * e.g.row) * g_size + column * g_step;
     double l1[N], squares[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) l1[i] = squares[i] = 0.0;
 
     if (column + N <= cols) {
-        const uint32_t begin = strip * e.strip_rows + group;
-        const int64_t m_jump = e.m.row * m_size * D3_WARPS, g_jump = e.g.row * g_size * D3_WARPS;
-        char* to = m + begin * e.m.row * m_size;
-        const char* from = g + begin * e.g.row * g_size;
-        for (uint32_t row = begin; row < end; row += ROWS_AHEAD * D3_WARPS) {
-            d3_vector<MD, N> old[ROWS_AHEAD];
-            d3_vector<GD, N> grad[ROWS_AHEAD];
-#pragma unroll
-            for (int u = 0; u < ROWS_AHEAD; ++u) {
-                if (row + u * D3_WARPS < end)
-                    old[u] = d3_fetch_aligned<MD, N>(to + u * m_jump, e.momentum_dtype);
-            }
-#pragma unroll
-            for (int u = 0; u < ROWS_AHEAD; ++u) {
-                if (row + u * D3_WARPS < end) {
-                    grad[u] = d3_fetch_aligned<GD, N, true>(from + u * g_jump, e.grad_dtype);
-                }
-            }
-#pragma unroll
-            for (int u = 0; u < ROWS_AHEAD; ++u) {
-                float x[N], y[N];
-                if (row + u * D3_WARPS >= end) break;
-                const d3_vector<MD, N> stored = advance<MD, GD, N>(e, s, old[u], grad[u], x, y);
-                d3_put_aligned<MD, N>(to + u * m_jump, e.momentum_dtype, stored);
-                add_up<N>(s, x, y, [&](int i, double value, double input) {
-                    l1[i] += fabs(value);
-                    squares[i] = fma(input, input, squares[i]);
-                });
-            }
-            to += ROWS_AHEAD * m_jump;
-            from += ROWS_AHEAD * g_jump;
+#pragma unroll 1
+        for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
+            column_piece<MD, GD, N, V>(e, s, m, g, l1, squares);
+            m += e.m.row * (m_size * V * D3_WARPS);
+            g += e.g.row * (g_size * V * D3_WARPS);
         }
-    } else if constexpr (N > 1) { /* the last columns, fewer than a vector */
-        for (uint32_t row = strip * e.strip_rows + group; row < end; row += D3_WARPS) {
+    }
+#pragma unroll 1
+    for (; row < end; row += D3_WARPS) {
+        if (column + N <= cols) {
+            column_piece<MD, GD, N, 1>(e, s, m, g, l1, squares);
+        } else if constexpr (N > 1) { /* the last columns, fewer than a vector */
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 if (column + i < cols) {
-                    row_piece<MD, GD, 1>(e, s, m + ((int64_t)row * e.m.row + i) * m_size,
-                                         g + (int64_t)row * e.g.row * g_size + i * g_step, false, l1[i],
-                                         squares[i]);
+                    row_piece<MD, GD, 1>(e, s, m + i * m_step, g + i * g_step, false, l1[i], squares[i]);
                 }
             }
         }
+        m += e.m.row * (m_size * D3_WARPS);
+        g += e.g.row * (g_size * D3_WARPS);
     }
 
     /* Over the warps of the block, in order. */
@@ -373,7 +366,7 @@ static void strips_of(int64_t rows, uint32_t* strip_rows, uint32_t* strips) {
 /* Everything but the number of blocks; returns the kernel. */
 static int fill_entry(const dion3_momentum_item* it, momentum_entry* e, char** workspace) {
     int turned, pair = dtype_pair(it->momentum.dtype, it->grad.dtype);
-    const int columns = by_columns(it, &turned), width = column_width(it->momentum.dtype);
+    const int columns = by_columns(it, &turned), width = d3_width(it->momentum.dtype);
     const int64_t rows = turned ? it->cols : it->rows, cols = turned ? it->rows : it->cols;
     e->momentum = (char*)it->momentum.data;
     e->grad = (const char*)it->grad.data;
@@ -440,7 +433,7 @@ static d3_work prepare_sums(const dion3_momentum_item* it, momentum_entry* e, ch
     if (work.kernel < DTYPE_PAIRS) {
         work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width);
     } else {
-        const uint64_t tile = pair == ANY_ANY ? 32 : 32 * column_width(it->momentum.dtype);
+        const uint64_t tile = 32 * (uint64_t)width;
         work.blocks = (e->rows.cols + tile - 1) / tile * e->strips * (uint64_t)it->batch;
     }
     return work;

@@ -3,9 +3,8 @@
  *
  *   w <- round(a w - g o) selected, w <- round(a w) otherwise; g = (b scale) factor_i.
  *   weight (batch, rows, cols), update (batch, k, cols) or (batch, rows, k), any dtypes and strides.
- * Rows: geometry.cuh; a row finds its update through slots. Columns: a block owns 32 vectors of columns by
- * a strip of 64 rows, a warp a row, a thread its own 8 columns with their slots in registers: slots of
- * selected columns rise by one from each to the next, so a first slot and a mask of 8 bits say all.
+ * Rows: geometry.cuh; a row finds its update through slots. Columns (columns.cuh): a block owns 32 vectors of
+ * columns by a strip of 128 rows, a warp a row, two rows under way. Slots ascend, as those of dion3_select do.
  * Stochastic rounding: eight 16-bit elements take one Philox call when their global index is a multiple of 8,
  * eight otherwise; the bits are those of dion3_round.h wherever an element stands.
  * Bytes an element, f = k / n: 2 |w| + f |o| (bf16 weights: 4 + 2 f). About 15 instructions an element,
@@ -22,13 +21,12 @@
  * Source: Algorithm 4 lines 7-8.
  */
 #include "../rows.h"
+#include "columns.cuh"
 #include "element.cuh"
 #include "geometry.cuh"
 #include "table.cuh"
 
 #define STRIP_ROWS 128
-#define LANES 32 /* vectors of columns of a block of the column kernel */
-#define WARPS (D3_THREADS / LANES)
 
 struct update_entry {
     char* weight;
@@ -88,21 +86,12 @@ template <int WD, int OD, int N>
 __device__ __forceinline__ void row_piece(const update_entry& e, const update_numbers& s, char* w,
                                           const char* o, bool selected, bool vector_update, float gain,
                                           int64_t index) {
-    d3_vector<WD, N> old;
+    const d3_vector<WD, N> old = d3_fetch_aligned<WD, N>(w, e.weight_dtype);
     float x[N];
-    if constexpr (N > 1) {
-        old = d3_fetch<WD, N, false>(w);
-    } else {
-        old = d3_fetch_each<WD, 1>(w, 0, e.weight_dtype);
-    }
     if (selected) {
-        d3_vector<OD, N> direction;
+        const d3_vector<OD, N> direction = vector_update ? d3_fetch_aligned<OD, N, true>(o, e.update_dtype)
+                                                         : d3_fetch_each<OD, N>(o, 1, e.update_dtype);
         float y[N];
-        if constexpr (N > 1) {
-            direction = vector_update ? d3_fetch<OD, N, true>(o) : d3_fetch_each<OD, N>(o, 1, e.update_dtype);
-        } else {
-            direction = d3_fetch_each<OD, 1>(o, 0, e.update_dtype);
-        }
         d3_widen<WD, N>(old, e.weight_dtype, x);
         d3_widen<OD, N>(direction, e.update_dtype, y);
 #pragma unroll
@@ -112,12 +101,7 @@ __device__ __forceinline__ void row_piece(const update_entry& e, const update_nu
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = d3_decay(s.decay, x[i]);
     }
-    const d3_vector<WD, N> rounded = round_weight<WD, N>(e, s, index, x);
-    if constexpr (N > 1) {
-        d3_put<WD, N>(w, rounded);
-    } else {
-        d3_put_each<WD, 1>(w, 0, e.weight_dtype, rounded);
-    }
+    d3_put_aligned<WD, N>(w, e.weight_dtype, round_weight<WD, N>(e, s, index, x));
 }
 
 /* V vectors of a row, `apart` vectors from each to the next: the loads of all, then (while they are under way)
@@ -256,103 +240,140 @@ __global__ void __launch_bounds__(D3_THREADS, WD == D3_ANY ? 5 : 4)
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
-/* What a thread of the column kernel walks through: its rows are WARPS apart. */
-struct column_walk {
+/* A lane's part of a tile: its columns in row 0 of the matrix. */
+struct column_share {
+    d3_columns columns;
+    bool mine; /* whether it has a whole vector to write */
     char* w;
-    const char* o; /* the update of the first selected one of its columns */
-    int64_t w_jump, o_jump, o_step;
+    const char* o;       /* the tile's run of the update, from this lane on */
     const float* factor; /* or NULL */
     float gain;          /* without factor */
-    uint32_t mask;       /* which of its columns are selected */
-    uint32_t row, end;
-    int64_t at, at_jump; /* global index of a row's first element */
+    int64_t at;          /* global index of its first element */
 };
 
-/* How a row of a column_walk is rounded: to nearest, with one Philox call a vector, or as round_weight does. */
+/* A warp's shared memory. */
+template <int TILE>
+struct __align__(16) column_stage {
+    uint16_t update[2][TILE]; /* two rows of the update, each element at its column */
+    uint8_t column_of[TILE];
+};
+
+/* What a lane moves from runs to shared memory at a time: elements 32 apart of V rows. */
+template <int V, int TILE>
+struct run_part {
+    static constexpr int AHEAD = (TILE * 3 / 8 + 31) / 32; /* enough for a quarter of the columns */
+    uint16_t element[V][AHEAD];
+};
+
+template <int V, int TILE>
+__device__ __forceinline__ run_part<V, TILE> fetch_run(const char* o, int64_t o_jump, uint32_t begin,
+                                                       uint32_t count) {
+    run_part<V, TILE> part;
+#pragma unroll
+    for (int c = 0; c < part.AHEAD; ++c) {
+        const uint32_t j = begin + c * 32;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const uint16_t* const run = (const uint16_t*)(o + v * o_jump);
+            part.element[v][c] = j + threadIdx.x % 32 < count ? run[j] : (uint16_t)0;
+        }
+    }
+    return part;
+}
+
+template <int V, int TILE>
+__device__ __forceinline__ void stage_run(const run_part<V, TILE>& part, column_stage<TILE>& stage,
+                                          uint32_t begin, uint32_t count) {
+#pragma unroll
+    for (int c = 0; c < part.AHEAD; ++c) {
+        const uint32_t j = begin + c * 32 + threadIdx.x % 32;
+        if (j < count) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) stage.update[v][stage.column_of[j]] = part.element[v][c];
+        }
+    }
+}
+
+/* How a vector is rounded: to nearest, with one Philox call, or as round_weight does. */
 enum { NEAREST, WHOLE, GENERAL };
 
-/* V rows of N columns. */
-template <int WD, int OD, int N, int V, int ROUNDING>
+/* V rows from row on, D3_WARPS apart; the whole warp calls. */
+template <int WD, int OD, int V, int ROUNDING>
 __device__ __forceinline__ void column_piece(const update_entry& e, const update_numbers& s,
-                                             const column_walk& p) {
+                                             const column_share& p, uint32_t row,
+                                             column_stage<32 * d3_width(WD)>& stage) {
+    constexpr int N = d3_width(WD), TILE = 32 * N, W = WD == DION3_F32 ? 4 : 2;
+    char* const w = p.w + row * e.w.row * W;
+    const char* const o = p.o + row * e.o.row * 2;
+    const int64_t w_jump = e.w.row * (D3_WARPS * W), o_jump = e.o.row * (D3_WARPS * 2);
+    const int64_t at = p.at + row * e.index_row, at_jump = e.index_row * D3_WARPS;
     d3_vector<WD, N> old[V];
-    d3_vector<OD, 1> direction[V][N];
     float gain[V];
-    const char* o = p.o;
+    uint32_t u[V][4];
+    const run_part<V, TILE> part = fetch_run<V, TILE>(o, o_jump, 0, p.columns.count);
+    if (p.mine) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) old[v] = d3_fetch_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (p.mask >> i & 1u) {
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                direction[v][i] = d3_fetch_each<OD, 1>(o + v * p.o_jump, 0, e.update_dtype);
-            }
-            o += p.o_step;
-        }
+        for (int v = 0; v < V; ++v) old[v] = d3_fetch<WD, N, false>(w + v * w_jump);
     }
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-        gain[v] = p.factor ? d3_mul(p.gain, p.factor[p.row + v * WARPS]) : p.gain;
+        gain[v] = p.factor ? d3_mul(p.gain, p.factor[row + v * D3_WARPS]) : p.gain;
     }
-    uint32_t u[V][4];
+    stage_run<V, TILE>(part, stage, 0, p.columns.count);
+#pragma unroll 1
+    for (uint32_t j = part.AHEAD * 32; j < p.columns.count; j += part.AHEAD * 32) {
+        const run_part<V, TILE> more = fetch_run<V, TILE>(o, o_jump, j, p.columns.count);
+        stage_run<V, TILE>(more, stage, j, p.columns.count);
+    }
     if constexpr (ROUNDING == WHOLE) {
         uint64_t blocks[V];
 #pragma unroll
-        for (int v = 0; v < V; ++v) blocks[v] = (uint64_t)(p.at + v * p.at_jump) >> 3;
+        for (int v = 0; v < V; ++v) blocks[v] = (uint64_t)(at + v * at_jump) >> 3;
         d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
     }
+    __syncwarp();
+    if (p.mine) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        float x[N];
-        d3_widen<WD, N>(old[v], e.weight_dtype, x);
+        for (int v = 0; v < V; ++v) {
+            const d3_vector<OD, N> direction = d3_fetch<OD, N, false>(&stage.update[v][threadIdx.x % 32 * N]);
+            float x[N], y[N];
+            d3_widen<WD, N>(old[v], e.weight_dtype, x);
+            d3_widen<OD, N>(direction, e.update_dtype, y);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            x[i] = d3_decay(s.decay, x[i]);
-            if (p.mask >> i & 1u) {
-                float y[1];
-                d3_widen<OD, 1>(direction[v][i], e.update_dtype, y);
-                x[i] = d3_sub(x[i], d3_mul(gain[v], y[0])); /* d3_update with its product at hand */
+            for (int i = 0; i < N; ++i) {
+                x[i] = d3_decay(s.decay, x[i]);
+                if (p.columns.mask >> i & 1u) {
+                    x[i] = d3_sub(x[i], d3_mul(gain[v], y[i])); /* d3_update with its product at hand */
+                }
             }
+            if constexpr (ROUNDING == WHOLE) {
+                old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
+            } else if constexpr (ROUNDING == NEAREST) {
+                old[v] = d3_round<WD, N>(x, e.weight_dtype);
+            } else {
+                old[v] = round_weight<WD, N>(e, s, at + v * at_jump, x);
+            }
+            d3_put<WD, N>(w + v * w_jump, old[v]);
         }
-        if constexpr (ROUNDING == WHOLE) {
-            old[v] = d3_round_stochastic<WD, N>(x, e.weight_dtype, u[v]);
-        } else if constexpr (ROUNDING == NEAREST) {
-            old[v] = d3_round<WD, N>(x, e.weight_dtype);
-        } else {
-            old[v] = round_weight<WD, N>(e, s, p.at + v * p.at_jump, x);
-        }
-        d3_put_aligned<WD, N>(p.w + v * p.w_jump, e.weight_dtype, old[v]);
     }
+    __syncwarp(); /* the stage is written anew */
 }
 
-__device__ __forceinline__ void go_on(column_walk& p, uint32_t rows) {
-    p.w += rows * p.w_jump;
-    p.o += rows * p.o_jump;
-    p.at += rows * p.at_jump;
-    p.row += rows * WARPS;
-}
-
-template <int WD, int OD, int N, int V, int ROUNDING>
-__device__ __forceinline__ void column_rows(const update_entry& e, const update_numbers& s, column_walk p) {
-    if constexpr (V > 1) {
+template <int WD, int OD, int V, int ROUNDING>
+__device__ __forceinline__ void column_rows(const update_entry& e, const update_numbers& s,
+                                            const column_share& p, uint32_t row, uint32_t end,
+                                            column_stage<32 * d3_width(WD)>& stage) {
 #pragma unroll 1
-        while (p.row + (V - 1) * WARPS < p.end) {
-            column_piece<WD, OD, N, V, ROUNDING>(e, s, p);
-            go_on(p, V);
-        }
+    for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
+        column_piece<WD, OD, V, ROUNDING>(e, s, p, row, stage);
     }
-#pragma unroll 1
-    while (p.row < p.end) {
-        column_piece<WD, OD, N, 1, ROUNDING>(e, s, p);
-        go_on(p, 1);
-    }
+    if (V > 1 && row < end) column_piece<WD, OD, 1, ROUNDING>(e, s, p, row, stage);
 }
 
 template <int WD, int OD>
-__global__ void __launch_bounds__(D3_THREADS, 3)
+__global__ void __launch_bounds__(D3_THREADS, 4)
     update_columns_kernel(const __grid_constant__ update_table table) {
-    constexpr int N = d3_width(WD), TILE = LANES * N;
+    constexpr int N = d3_width(WD), TILE = 32 * N;
     const uint32_t index = d3_find(table, blockIdx.x);
     const update_entry& e = table.entries[index];
     const update_numbers s = numbers_of(e);
@@ -362,59 +383,49 @@ __global__ void __launch_bounds__(D3_THREADS, 3)
     const uint32_t tile = rest % tiles;
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
-    const uint32_t column = tile * TILE + threadIdx.x % LANES * N;
+    const uint32_t column = tile * TILE + threadIdx.x % 32 * N;
+    const uint32_t held = column < cols ? min(cols - column, (uint32_t)N) : 0;
+    const uint32_t begin = strip * STRIP_ROWS + threadIdx.x / 32;
+    const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
     const int w_size = d3_size<WD>(e.weight_dtype), o_size = d3_size<OD>(e.update_dtype);
     const int64_t w_step = (N > 1 ? 1 : e.w.col) * w_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
-    const int32_t* const slots = e.slots + (int64_t)batch * cols;
-    uint32_t mask = 0, held = 0;
-    int64_t slot = 0;
+    const int64_t at = e.index_base + batch * e.index_batch + column * e.index_col;
+    const int32_t* const slots = e.slots + (int64_t)batch * cols + column;
+    const float* const factor = e.factor ? e.factor + (int64_t)batch * e.factors : NULL;
+    const float gain = d3_mul(s.step_size, e.scale); /* d3_update_gain without its factor */
+    char* const w = e.weight + batch * e.w.batch * w_size + column * w_step;
+    const char* const o = e.update + batch * e.o.batch * o_size;
+    if constexpr (N > 1) {
+        __shared__ column_stage<TILE> stages[D3_WARPS];
+        column_stage<TILE>& stage = stages[threadIdx.x / 32];
+        int32_t found[N];
 #pragma unroll
-    for (int i = N - 1; i >= 0; --i) {
-        if (column + i < cols) {
-            const int32_t found = slots[column + i];
-            ++held;
-            if (found >= 0) {
-                mask |= 1u << i;
-                slot = found;
+        for (int i = 0; i < N; ++i) found[i] = i < held ? slots[i] : -1;
+        column_share p = {d3_columns_of<N>(found, stage.column_of), false, w, o, factor, gain, at};
+        if (s.skips && p.columns.count == 0) return;
+        p.mine = held == N && !(s.skips && p.columns.mask == 0);
+        p.o += ((int64_t)p.columns.slot + threadIdx.x % 32) * o_size;
+        if (!s.stochastic) {
+            column_rows<WD, OD, 2, NEAREST>(e, s, p, begin, end, stage);
+        } else if constexpr (N == 8) {
+            if (e.index_col == 1 && ((at | e.index_row) & 7) == 0) {
+                column_rows<WD, OD, 2, WHOLE>(e, s, p, begin, end, stage);
+            } else {
+                column_rows<WD, OD, 1, GENERAL>(e, s, p, begin, end, stage);
             }
         }
+        if (held == N) return;
     }
-    if (held == 0 || (s.skips && mask == 0)) return;
-    column_walk p;
-    p.row = strip * STRIP_ROWS + threadIdx.x / LANES;
-    p.end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
-    p.w = e.weight + (batch * e.w.batch + p.row * e.w.row) * w_size + column * w_step;
-    p.o = e.update + (batch * e.o.batch + p.row * e.o.row) * o_size + slot * o_step;
-    p.w_jump = e.w.row * (int64_t)(WARPS * w_size);
-    p.o_jump = e.o.row * (int64_t)(WARPS * o_size);
-    p.o_step = o_step;
-    p.factor = e.factor ? e.factor + (int64_t)batch * e.factors : NULL;
-    p.gain = d3_mul(s.step_size, e.scale); /* d3_update_gain without its factor */
-    p.mask = mask;
-    p.at = e.index_base + batch * e.index_batch + column * e.index_col + p.row * e.index_row;
-    p.at_jump = e.index_row * WARPS;
-    if constexpr (N == 1) {
-        column_rows<WD, OD, 1, 1, GENERAL>(e, s, p);
-    } else if (held < N) { /* the last columns, fewer than a vector */
 #pragma unroll 1
-        for (; p.row < p.end; go_on(p, 1)) {
-            column_walk single = p;
+    for (uint32_t i = 0; i < held; ++i) { /* the last columns, fewer than a vector; any, without vectors */
+        const int32_t slot = slots[i];
+        if (slot < 0 && s.skips) continue;
 #pragma unroll 1
-            for (uint32_t i = 0; i < held; ++i) {
-                single.mask = mask >> i & 1u;
-                column_piece<WD, OD, 1, 1, GENERAL>(e, s, single);
-                single.w += w_size;
-                single.o += single.mask * o_step;
-                single.at += e.index_col;
-            }
-        }
-    } else if (!s.stochastic) {
-        column_rows<WD, OD, N, 2, NEAREST>(e, s, p);
-    } else if constexpr (N == 8) {
-        if (e.index_col == 1 && ((p.at | e.index_row) & 7) == 0) {
-            column_rows<WD, OD, N, 2, WHOLE>(e, s, p);
-        } else {
-            column_rows<WD, OD, N, 1, GENERAL>(e, s, p);
+        for (uint32_t row = begin; row < end; row += D3_WARPS) {
+            row_piece<WD, OD, 1>(e, s, w + row * e.w.row * w_size + i * w_step,
+                                 o + row * e.o.row * o_size + slot * o_step, slot >= 0, false,
+                                 factor ? d3_mul(gain, factor[row]) : gain,
+                                 at + row * e.index_row + i * e.index_col);
         }
     }
 }
@@ -477,7 +488,7 @@ static d3_work prepare(const dion3_update_item* it, update_entry* e, char** work
     work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
-        const uint64_t tile = (uint64_t)(LANES * width);
+        const uint64_t tile = (uint64_t)(32 * width);
         work.kernel += DTYPE_PAIRS;
         work.blocks = ((uint64_t)cols + tile - 1) / tile * strips * (uint64_t)it->batch;
     }
