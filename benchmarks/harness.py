@@ -136,6 +136,33 @@ def rotate(
     }
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """What this card does at best: bytes of a copy and operations of a matrix product."""
+
+    bytes_per_ms: float
+    operations_per_ms: float
+
+
+def ceilings(rounds: int = 30) -> Ceilings:
+    """A copy of 2 GiB (read and write) beside a bf16 product of 8192^3, on random data."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    times = rotate(
+        {"copy": lambda: target.copy_(source), "product": lambda: torch.mm(a, b, out=product)},
+        rounds,
+    )
+    found = Ceilings(2**32 / times["copy"].median, 2 * 8192**3 / times["product"].median)
+    print(
+        f"copy {found.bytes_per_ms / 1e6:.0f} GB/s, "
+        f"product {found.operations_per_ms / 1e9:.0f} TFLOP/s",
+        flush=True,
+    )
+    return found
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of the exact value, in float64."""
     exact = exact.double()
