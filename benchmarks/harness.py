@@ -170,11 +170,13 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 class Table:
-    """Rows of one benchmark: printed aligned as they come, appended to results/<gpu>_<name>.csv."""
+    """Rows of one benchmark: printed aligned as they come, written to results/<gpu>_<name>.csv."""
 
-    def __init__(self, name: str, facts: dict[str, str], columns: list[str]) -> None:
-        """Print the column names; `facts` is what `header` returned."""
-        self.name, self.facts, self.columns = name, facts, columns
+    def __init__(
+        self, name: str, facts: dict[str, str], columns: list[str], every: int = 1
+    ) -> None:
+        """Print the column names; `facts` is what `header` returned. Of the rows every n-th is printed."""
+        self.name, self.facts, self.columns, self.every = name, facts, columns, every
         self.rows: list[list[str]] = []
         print(" | ".join(f"{c:>14}" for c in columns), flush=True)
 
@@ -182,7 +184,8 @@ class Table:
         """One row; floats are printed with four significant digits."""
         row = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
         self.rows.append(row)
-        print(" | ".join(f"{c:>14}" for c in row), flush=True)
+        if len(self.rows) % self.every == 0:
+            print(" | ".join(f"{c:>14}" for c in row), flush=True)
 
     def save(self, folder: str | None = None) -> pathlib.Path:
         """Write the CSV with the facts in its first line; the path is returned."""
