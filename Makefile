@@ -55,7 +55,7 @@ test: $(call needs,test) ext ## build, then run all tests that this machine can 
 
 ## More tests, and measurements
 
-.PHONY: test-slow gpu-test gpu-bench bench mutants
+.PHONY: test-slow gpu-test gpu-bench gpu-plots bench mutants
 test-slow: $(call needs,test) ext ## the long experiments that `make test` leaves out
 	$(PYTEST) $(XDIST) tests -m slow --override-ini addopts= $(ARGS)
 
@@ -63,12 +63,16 @@ gpu-test: $(call needs,test) ext ## all tests on the GPU; fails where there is n
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-test: torch sees no GPU")'
 	$(PYTEST) tests $(ARGS)
 
-gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz, the step's operations and the step on the GPU
+gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz, the step and its operations, and train, on the GPU
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-bench: torch sees no GPU")'
 	$(PY) -m benchmarks.bench_gemm $(ARGS)
 	$(PY) -m benchmarks.bench_newton_schulz $(ARGS)
 	$(PY) -m benchmarks.bench_step_ops $(ARGS)
 	$(PY) -m benchmarks.bench_step $(ARGS)
+	$(PY) -m benchmarks.bench_training $(ARGS)
+
+gpu-plots: $(call needs,demo) ## draw the figures and fill the tables of docs/benchmarks.md from benchmarks/results
+	$(PY) -m benchmarks.plots $(ARGS)
 
 bench: $(call needs,demo) ext ## time the step and the orthogonalizer on this machine; JSON and a plot in out/
 	$(PY) -m dion3 bench $(ARGS)

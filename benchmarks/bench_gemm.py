@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench_gemm [--quick] [--out FOLDER]
 
-Rows: symmetric product alpha A B (+ beta C), X X^T, Q X, Q X + a X. `ratio` is our time over
-cuBLAS's full product without C, the figure the bars are written in.
+Rows: symmetric product alpha A B, with beta C, with beta A (what Newton-Schulz uses), X X^T, Q X,
+Q X + a X. `ratio` is our time over cuBLAS's full product without C, the figure the bars are
+written in.
 """
 
 from __future__ import annotations
@@ -74,16 +75,19 @@ def square(table: Table, n: int, batch: int, bars: tuple[float, float], rounds: 
         "baddbmm": lambda: torch.baddbmm(c, a, a.mT, out=full_c),
         "symmetric": lambda: torch.ops.dion3.symmetric_mm(a, a, None, 1.0, 0.0),
         "symmetric+C": lambda: torch.ops.dion3.symmetric_mm(a, a, c, 1.0, 1.0),
+        "symmetric+A": lambda: torch.ops.dion3.symmetric_mm(a, a, a, 1.0, 1.0),
     }
     times = rotate(functions, rounds, graph=n <= 2048, inner=10 if n <= 512 else 4)
     one = a[:1].double() @ a[:1].double().mT
     errors = (
         relative_error(functions["symmetric"]()[:1], one),
         relative_error(functions["symmetric+C"]()[:1], one + c[:1].double()),
+        relative_error(functions["symmetric+A"]()[:1], one + a[:1].double()),
     )
     rows = {
         "symmetric": ("cublas", bars[0], errors[0]),
         "symmetric+C": ("cublas", bars[1], errors[1]),
+        "symmetric+A": ("cublas", bars[1], errors[2]),
     }
     _report(table, f"{batch}x{n}", times, batch * n**3, rows)
 

@@ -136,6 +136,33 @@ def rotate(
     }
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """What this card does at best: bytes of a copy and operations of a matrix product."""
+
+    bytes_per_ms: float
+    operations_per_ms: float
+
+
+def ceilings(rounds: int = 30) -> Ceilings:
+    """A copy of 2 GiB (read and write) beside a bf16 product of 8192^3, on random data."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    times = rotate(
+        {"copy": lambda: target.copy_(source), "product": lambda: torch.mm(a, b, out=product)},
+        rounds,
+    )
+    found = Ceilings(2**32 / times["copy"].median, 2 * 8192**3 / times["product"].median)
+    print(
+        f"copy {found.bytes_per_ms / 1e6:.0f} GB/s, "
+        f"product {found.operations_per_ms / 1e9:.0f} TFLOP/s",
+        flush=True,
+    )
+    return found
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of the exact value, in float64."""
     exact = exact.double()
@@ -143,11 +170,13 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 class Table:
-    """Rows of one benchmark: printed aligned as they come, appended to results/<gpu>_<name>.csv."""
+    """Rows of one benchmark: printed aligned as they come, written to results/<gpu>_<name>.csv."""
 
-    def __init__(self, name: str, facts: dict[str, str], columns: list[str]) -> None:
-        """Print the column names; `facts` is what `header` returned."""
-        self.name, self.facts, self.columns = name, facts, columns
+    def __init__(
+        self, name: str, facts: dict[str, str], columns: list[str], every: int = 1
+    ) -> None:
+        """Print the column names; `facts` is what `header` returned. Of the rows every n-th is printed."""
+        self.name, self.facts, self.columns, self.every = name, facts, columns, every
         self.rows: list[list[str]] = []
         print(" | ".join(f"{c:>14}" for c in columns), flush=True)
 
@@ -155,7 +184,8 @@ class Table:
         """One row; floats are printed with four significant digits."""
         row = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
         self.rows.append(row)
-        print(" | ".join(f"{c:>14}" for c in row), flush=True)
+        if len(self.rows) % self.every == 0:
+            print(" | ".join(f"{c:>14}" for c in row), flush=True)
 
     def save(self, folder: str | None = None) -> pathlib.Path:
         """Write the CSV with the facts in its first line; the path is returned."""

@@ -268,14 +268,34 @@ def test_d_may_be_c(layout, backend, symmetric):
         assert api.only_inside_was_written(p.d, p.buffer)
 
 
+@pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.parametrize("layout", ["dense", "padded", "columns", "offset"])
+def test_c_may_be_an_operand(layout, operand, backend, symmetric):
+    """D = alpha A B + beta A, or + beta B: what Newton-Schulz is made of."""
+    for i, n in enumerate((*SIZES[3:], 1027)):
+        other = (72, 136, 8, 264)[i % 4]
+        m, k, n = (other, n, n) if operand == "a" else (n, n, other)
+        layouts = (layout, layout, "dense", "dense")
+        p = Product(
+            symmetric, 1 + i % 3, n if symmetric else m, n, n if symmetric else k, api.HALVES[i % 2],
+            layouts, alpha=0.5, beta=-1.5, factors=i % 2 == 0, seed=2 * i + 1,
+        )  # fmt: skip
+        p.a.copy_(api.mirror(p.a) if symmetric else p.a)
+        p.b.copy_(api.mirror(p.b) if symmetric else p.b)
+        p.c = p.a if operand == "a" else p.b
+        p.check(backend)
+
+
 def test_lists_of_products_with_all_terms(backend):
     """alpha A A^T + beta C + gamma E + delta I for more products than fit into one launch."""
-    sizes = [(64, 100, 2), (200, 64, 1), (130, 130, 3), (8, 8, 5), (257, 65, 1), (1, 1, 1)]
+    sizes = [(64, 100, 2), (200, 64, 1), (130, 130, 3), (8, 8, 5), (257, 257, 1), (1, 1, 1)]
     for dtype in api.HALVES:
         groups, rest = [], []
         for i, (n, k, batch) in enumerate(sizes * 4):
             a, c, e = (randn(batch, n, s, dtype=dtype, seed=i + j) for j, s in enumerate((k, n, n)))
             a, c, e = (api.place(t, "padded")[0] for t in (a, api.mirror(c), api.mirror(e)))
+            if n == k and i % 4 != 0:
+                a = c  # is read where it passes as an operand
             d, buffer = api.poisoned((batch, n, n), dtype, "padded")
             product = api.gemm(d, a, a, c, 0.5, 1.5)
             groups.append(api.CGroup(product, api.describe(e), -0.75, 3.25, 1, 0))

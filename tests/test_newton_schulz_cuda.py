@@ -129,9 +129,9 @@ def test_every_shape_layout_dtype_and_program(steps_method_restarts, backend):
         usual = error(same.to(out_dtype), wanted)
         unit = api.UNIT[compute] + api.UNIT[out_dtype]
         what = (rows, cols, form, batch)
-        # With few elements errors are luck: some roundings are always allowed.
+        # With few elements errors are luck: twice torch's, and some roundings are always allowed.
         slack = (16 if min(rows, cols) < 16 else 4) * unit
-        assert error(out, wanted) <= 1.1 * usual + slack, (*what, error(out, wanted), usual)
+        assert error(out, wanted) <= 2 * usual + slack, (*what, error(out, wanted), usual)
         assert torch.equal(x, before), (*what, "the input was written")
         assert api.only_inside_was_written(out, buffer), (*what, "written outside")
 
