@@ -63,7 +63,7 @@ gpu-test: $(call needs,test) ext ## all tests on the GPU; fails where there is n
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-test: torch sees no GPU")'
 	$(PYTEST) tests $(ARGS)
 
-gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz and the step, and train, on the GPU beside their peers
+gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz and the step on the GPU beside their peers
 	$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-bench: torch sees no GPU")'
 	$(PY) -m benchmarks.bench_gemm $(ARGS)
 	$(PY) -m benchmarks.bench_newton_schulz $(ARGS)
