@@ -9,12 +9,10 @@ written in.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 import dion3  # noqa: F401  (registers the operators)
-from benchmarks.harness import Table, clocks, header, relative_error, rotate
+from benchmarks.harness import Table, arguments, clocks, header, relative_error, rotate
 
 # (n, batch): the bars for alpha A B and alpha A B + beta C
 SQUARE = {
@@ -127,10 +125,7 @@ def rectangular(
 
 def main() -> None:
     """Run every row and save results/<gpu>_gemm.csv."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 30")
-    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit to record where git cannot tell it")
+    parser = arguments(__doc__)
     args = parser.parse_args()
     rounds = 10 if args.quick else 30
     table = Table("gemm", header("matrix products, fp16", args.commit), COLUMNS)

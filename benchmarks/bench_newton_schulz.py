@@ -10,13 +10,12 @@ polynomials in float64.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
 
 import dion3
-from benchmarks.harness import Table, clocks, header, relative_error, rotate
+from benchmarks.harness import Table, arguments, clocks, header, relative_error, rotate
 
 # (batch, n, m): bars (time over the peer's, speed-up over eager)
 GRAM = {
@@ -158,11 +157,8 @@ def grouped(rounds: int) -> None:
 
 def main() -> None:
     """Run every row and save results/<gpu>_newton_schulz.csv."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 30")
+    parser = arguments(__doc__)
     parser.add_argument("--peer", action="store_true", help="add gram-newton-schulz")
-    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit to record where git cannot tell it")
     args = parser.parse_args()
     rounds = 10 if args.quick else 30
     facts = header("Newton-Schulz, bf16 in and out, fp16 inside", args.commit)

@@ -25,7 +25,6 @@ momentum.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -34,7 +33,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import dion3
-from benchmarks.harness import Ceilings, Table, ceilings, clocks, header, rotate
+from benchmarks.harness import Ceilings, Table, arguments, ceilings, clocks, header, rotate
 from dion3.demo.train import state_bytes
 from dion3.layout import ROWS
 from dion3.plan import Item, NSConfig
@@ -282,15 +281,10 @@ def one(
 
 def main() -> None:
     """Run every row and save results/<gpu>_step.csv."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=list(DEFAULT), choices=list(MODELS))
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 30")
     parser.add_argument("--peer", action="store_true", help="add NorDion2 of the dion package")
     parser.add_argument("--profile", action="store_true", help="print the kernels of two steps")
-    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit to record where git cannot tell it")
     args = parser.parse_args()
     rounds = 10 if args.quick else 30
     table = Table("step", header("optimizer step, bf16 weights", args.commit), COLUMNS)

@@ -11,13 +11,12 @@ times that: the neuron norm of a small update, and all of the selection, which i
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Table, clocks, header, rotate
+from benchmarks.harness import Table, arguments, clocks, header, rotate
 from dion3 import ops
 
 # name: (tensors, shape of each)
@@ -154,12 +153,9 @@ def one(table: Table, labels: tuple[str, ...], case: Case, names: list[str], rou
 
 def main() -> None:
     """Run every case and save results/<gpu>_step_ops.csv."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
-    parser.add_argument("--quick", action="store_true", help="10 rounds instead of 30")
-    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit to record where git cannot tell it")
     args = parser.parse_args()
     rounds = 10 if args.quick else 30
     table = Table("step_ops", header("operations of the step", args.commit), COLUMNS)

@@ -15,7 +15,6 @@ same time, as in the demo.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 import dion3
-from benchmarks.harness import Table, clocks, header
+from benchmarks.harness import Table, arguments, clocks, header
 from dion3.demo.data import load_corpus, windows
 from dion3.demo.gpt import GPT, GPTConfig
 from dion3.demo.recipes import BETAS, MOMENTUM, Rates
@@ -129,12 +128,7 @@ def losses(
 
 def main() -> None:
     """Train four times and save results/<gpu>_training.csv."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="100 steps instead of 600")
-    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
-    parser.add_argument("--commit", help="commit to record where git cannot tell it")
+    parser = arguments(__doc__, quick="100 steps instead of 600")
     args = parser.parse_args()
     steps = 100 if args.quick else 600
     facts = header("training loss of a GPT of 19 M parameters, fp32", args.commit)

@@ -9,6 +9,7 @@ one CUDA graph and the replay is timed.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import pathlib
@@ -61,6 +62,19 @@ def _nvidia_smi(query: str) -> str:
         return out.stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
+
+
+def arguments(
+    description: str | None, quick: str = "10 rounds instead of 30"
+) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", help="folder for the CSV (default: benchmarks/results)")
+    parser.add_argument("--commit", help="commit to record where git cannot tell it")
+    return parser
 
 
 def header(title: str, commit: str | None = None) -> dict[str, str]:

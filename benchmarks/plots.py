@@ -51,7 +51,8 @@ def read(path: Path) -> Results:
     with path.open(newline="") as file:
         facts = dict(part.split(": ", 1) for part in file.readline()[2:].strip().split("; "))
         columns, *rows = csv.reader(file)
-    pairs = [dict(reversed(list(zip(columns, row, strict=True)))) for row in rows]
+    first = {name: columns.index(name) for name in columns}
+    pairs = [{name: row[at] for name, at in first.items()} for row in rows]
     return Results(facts, pairs)
 
 

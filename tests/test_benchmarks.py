@@ -23,7 +23,16 @@ def test_help_needs_no_gpu(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"benchmarks.{name}").main()
     assert left.value.code == 0
-    assert "--" in capsys.readouterr().out
+    assert f"python -m benchmarks.{name}" in capsys.readouterr().out
+
+
+def test_columns_keep_their_order_and_the_first_of_a_name_counts(tmp_path):
+    table = harness.Table("gemm", FACTS, ["shape", "ratio", "bar", "error", "bar"])
+    table.add("1x8", 0.5, 0.6, 0.1, 0.7)
+    rows = plots.read(table.save(str(tmp_path))).rows
+    assert [list(row.items()) for row in rows] == [
+        [("shape", "1x8"), ("ratio", "0.5"), ("bar", "0.6"), ("error", "0.1")]
+    ]
 
 
 def test_operations_of_newton_schulz():

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -77,13 +75,8 @@ def test_every_command_exists(page, capsys):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "benchmarks").glob("bench_*.py")), ids=lambda p: p.stem
 )
-def test_every_benchmark_has_help_and_a_place_in_the_makefile(path):
-    module = f"benchmarks.{path.stem}"
-    shown = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert f"python -m {module}" in " ".join(shown.stdout.split()), shown.stderr
-    assert f"-m {module} $(ARGS)" in (ROOT / "Makefile").read_text()
+def test_every_benchmark_has_a_place_in_the_makefile(path):
+    assert f"-m benchmarks.{path.stem} $(ARGS)" in (ROOT / "Makefile").read_text()
 
 
 def test_every_path_in_the_sources_exists():

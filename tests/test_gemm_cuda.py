@@ -295,7 +295,7 @@ def test_lists_of_products_with_all_terms(backend):
             a, c, e = (randn(batch, n, s, dtype=dtype, seed=i + j) for j, s in enumerate((k, n, n)))
             a, c, e = (api.place(t, "padded")[0] for t in (a, api.mirror(c), api.mirror(e)))
             if n == k and i % 4 != 0:
-                a = c  # is read where it passes as an operand
+                a = c  # as in b R + c R R
             d, buffer = api.poisoned((batch, n, n), dtype, "padded")
             product = api.gemm(d, a, a, c, 0.5, 1.5)
             groups.append(api.CGroup(product, api.describe(e), -0.75, 3.25, 1, 0))
