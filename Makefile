@@ -74,7 +74,7 @@ gpu-bench: $(call needs,demo) ext ## time products, Newton-Schulz, the step and 
 gpu-plots: $(call needs,demo) ## draw the figures and fill the tables of docs/benchmarks.md from benchmarks/results
 	$(PY) -m benchmarks.plots $(ARGS)
 
-bench: $(call needs,demo) ext ## time the step and the orthogonalizer on this machine; JSON and a plot in out/
+bench: $(call needs,demo) ext ## time the step, the orthogonalizer and the update on this machine; JSON and a plot in out/
 	$(PY) -m dion3 bench $(ARGS)
 
 mutants: $(call needs,test) ext ## take each feature out in turn and show that a test fails

@@ -44,12 +44,15 @@ D3_HD float d3_from_fp16(uint16_t h) {
 
 /* ---- to nearest even ------------------------------------------------------------------------- */
 
-D3_HD uint16_t d3_to_bf16(float x) {
+/* x rounded to bf16 in the upper half; the lower half means nothing. */
+D3_HD uint32_t d3_to_bf16_high(float x) {
     uint32_t b = d3_bits(x);
-    uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-    uint32_t quiet = (b >> 16) | 0x40u;
-    return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+    uint32_t rounded = b + 0x7fffu + ((b >> 16) & 1u);
+    uint32_t quiet = b | 0x400000u;
+    return x != x ? quiet : rounded;
 }
+
+D3_HD uint16_t d3_to_bf16(float x) { return (uint16_t)(d3_to_bf16_high(x) >> 16); }
 
 D3_HD uint16_t d3_to_fp16(float x) {
     uint32_t b = d3_bits(x);

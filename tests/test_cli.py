@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dion3.cli import COMMANDS, main
+from dion3.cli.contenders import updates
 from dion3.cli.progress import Progress
 from dion3.cli.timing import Contender, time_in_turn
 
@@ -229,7 +230,7 @@ def test_bench_writes_json_and_plot(tmp_path, capsys):
     names = [entry["name"] for entry in report["step"]]
     assert names == ["AdamW", "torch.optim.Muon", "Muon", "Dion3 f=1", "Dion3 f=1/4"]
     elements = sum(rows * cols for rows, cols in report["settings"]["shapes"])
-    for entry in report["step"] + report["orthogonalizer"]:
+    for entry in report["step"] + report["orthogonalizer"] + report["update"]:
         assert len(entry["samples_ms"]) == 3
         assert min(entry["samples_ms"]) <= entry["low_ms"] <= entry["median_ms"]
         assert entry["median_ms"] <= entry["high_ms"] <= max(entry["samples_ms"])
@@ -245,7 +246,22 @@ def test_bench_of_one_part_in_bfloat16(tmp_path, capsys):
     flags = ["--only", "step", "--dtype", "bfloat16", "--optimizers", "dion3-1/4", "--no-plot"]
     assert main([*command, *flags, "--device", "cpu", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "bench.json").read_text())
-    assert "orthogonalizer" not in report and len(report["step"]) == 1
+    assert not {"orthogonalizer", "update"} & set(report) and len(report["step"]) == 1
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (8, 7)])
+def test_benched_updates_do_the_same(shape):
+    results = []
+    for contender in updates(shape, 2, torch.device("cpu"))[:2]:
+        weights = contender.call.args[0]
+        before = [weight.clone() for weight in weights]
+        contender.call()
+        results.append([weight.clone() for weight in weights])
+        assert not torch.equal(weights[0], before[0])
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
+    for a, b in zip(*results, strict=True):  # torch may fuse the multiplication and the addition
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
 
 
 # ---- the pieces ---------------------------------------------------------------------------------

@@ -56,6 +56,16 @@ D3_INLINE int64_t d3_task_rows(int64_t cols) {
 
 D3_INLINE int64_t d3_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/* Asks for the lines of p + ahead .. p + ahead + bytes - 1, to be written soon; they need not exist. */
+D3_INLINE void d3_prefetch(const void* p, int64_t ahead, int64_t bytes) {
+#ifdef __GNUC__
+    const uintptr_t first = (uintptr_t)p + (uintptr_t)ahead;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const void*)(first + (uintptr_t)i), 1);
+#else
+    (void)p, (void)ahead, (void)bytes;
+#endif
+}
+
 /* Where element (b, i, j) of a tensor stands. */
 D3_INLINE int64_t d3_offset(const dion3_tensor* t, int64_t b, int64_t i, int64_t j) {
     return b * t->batch_stride + i * t->row_stride + j * t->col_stride;
@@ -86,6 +96,14 @@ D3_INLINE void d3_block_load(float* restrict x, const void* data, int32_t dtype,
             for (int64_t j = 0; j < n; ++j) x[j] = d3_from_fp16(p[j * stride]);
         }
     }
+}
+
+/* The n elements as fp32: where they lie if they are contiguous fp32, else loaded into `buffer`. */
+D3_INLINE const float* d3_block_view(float* restrict buffer, const void* data, int32_t dtype, int64_t offset,
+                                     int64_t stride, int64_t n) {
+    if (dtype == DION3_F32 && stride == 1) return (const float*)data + offset;
+    d3_block_load(buffer, data, dtype, offset, stride, n);
+    return buffer;
 }
 
 /* data[offset + j * stride] <- nearest(x[j]) */

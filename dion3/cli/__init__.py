@@ -19,7 +19,7 @@ COMMANDS = {
     "selftest": "check the installation against float64 references in a few seconds",
     "restarts": "where Gram Newton-Schulz must restart for a set of coefficients",
     "demo": "train a small language model with AdamW, torch.optim.Muon and Dion3",
-    "bench": "time the optimizer step and the orthogonalizer beside torch's",
+    "bench": "time the optimizer step, the orthogonalizer and the update beside torch's",
 }
 
 

@@ -1,4 +1,4 @@
-"""Time the optimizer step and the orthogonalizer beside torch's, on the device at hand.
+"""Time the optimizer step, the orthogonalizer and the update beside torch's, on the device at hand.
 
 All contenders run in one process on equal weights and gradients, in turn, so that a machine that
 slows down slows all of them. Printed are the median and the middle half of the samples; JSON (with
@@ -21,6 +21,7 @@ from . import UsageError
 from .common import choose_device, count, machine, natural, output_folder, table
 from .progress import Progress
 
+PARTS = ("step", "orthogonalizer", "update")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=natural, default=3, metavar="N", help="untimed calls first (default: 3)"
     )
-    parser.add_argument(
-        "--only", choices=("step", "orthogonalizer"), help="time one of the two (default: both)"
-    )
+    parser.add_argument("--only", choices=PARTS, help="time one of the three (default: all)")
     parser.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
     )
@@ -67,8 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Time everything; 0 unless the arguments are wrong."""
-    from .contenders import MODELS, OPTIMIZERS, matrix_shapes, orthogonalizers, steppers
-    from .timing import time_in_turn
+    from .contenders import (
+        MODELS,
+        OPTIMIZERS,
+        matrix_shapes,
+        orthogonalizers,
+        steppers,
+        updates,
+    )
+    from .timing import Contender, time_in_turn
 
     device = choose_device(arguments.device)
     keys = [key.strip() for key in arguments.optimizers.split(",") if key.strip()]
@@ -89,28 +95,29 @@ def run(arguments: argparse.Namespace) -> int:
     report: dict[str, Any] = {"machine": machine(device), "settings": settings}
     title = _introduce(report)
     dtype = DTYPES[arguments.dtype]
-    if arguments.only != "orthogonalizer":
-        contenders = steppers(keys, shapes, layers, dtype, device)
-        with Progress(arguments.warmup + arguments.repeats, "optimizer step") as progress:
-            report["step"] = time_in_turn(
+    parts = (arguments.only,) if arguments.only else PARTS
+
+    def timed(label: str, contenders: list[Contender]) -> list[dict[str, Any]]:
+        with Progress(arguments.warmup + arguments.repeats, label) as progress:
+            return time_in_turn(
                 contenders, arguments.warmup, arguments.repeats, device, progress.update
             )
+
+    if "step" in parts:
+        report["step"] = timed("optimizer step", steppers(keys, shapes, layers, dtype, device))
         print(_step_table(report["step"]) + "\n", flush=True)
-    if arguments.only != "step":
-        report["orthogonalizer"] = []
+    for part, name in (("orthogonalizer", "computes in"), ("update", "weights")):
+        if part not in parts:
+            continue
+        report[part] = []
         for shape in dict.fromkeys(shapes):
-            stack = torch.randn(layers, *shape, device=device)
-            label = f"orthogonalizer {layers} x {shape[0]} x {shape[1]}"
-            with Progress(arguments.warmup + arguments.repeats, label) as progress:
-                found = time_in_turn(
-                    orthogonalizers(stack),
-                    arguments.warmup,
-                    arguments.repeats,
-                    device,
-                    progress.update,
-                )
-            report["orthogonalizer"] += [{"shape": [layers, *shape], **entry} for entry in found]
-        print(_orthogonalizer_table(report["orthogonalizer"]) + "\n", flush=True)
+            if part == "update":
+                contenders = updates(shape, layers, device)
+            else:
+                contenders = orthogonalizers(torch.randn(layers, *shape, device=device))
+            found = timed(f"{part} {layers} x {shape[0]} x {shape[1]}", contenders)
+            report[part] += [{"shape": [layers, *shape], **entry} for entry in found]
+        print(_stack_table(part, name, report[part]) + "\n", flush=True)
     written = [folder / "bench.json"]
     written[0].write_text(json.dumps(report, indent=1) + "\n")
     if not arguments.no_plot:
@@ -159,11 +166,14 @@ def _step_table(entries: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def _orthogonalizer_table(entries: list[dict[str, Any]]) -> str:
-    header = ("stack", "orthogonalizer", "computes in", "ms", "middle half", "x torch")
+def _stack_table(part: str, dtype: str, entries: list[dict[str, Any]]) -> str:
+    """One line per entry; the yardstick is the last of torch's before it."""
+    header = ("stack", part, dtype, "ms", "middle half", "x torch")
     rows = []
+    base = 1.0
     for entry in entries:
-        base = next(e["median_ms"] for e in entries if e["shape"] == entry["shape"])
+        if entry["name"].startswith("torch"):
+            base = entry["median_ms"]
         rows.append(
             (
                 " x ".join(map(str, entry["shape"])),

@@ -9,10 +9,19 @@ from .plots import COLORS, load_pyplot, style_axes
 
 __all__ = ["draw"]
 
-_ORTHOGONALIZERS = {
+_STACK_COLORS = {
     "torch.optim.Muon's": "#0072b2",
     "newton_schulz": "#e69f00",
     "gram_ns": "#009e73",
+    "torch, nearest": "#0072b2",
+    "update_, nearest": "#009e73",
+    "torch, stochastic": "#0072b2",
+    "update_, stochastic": "#009e73",
+}
+_TITLES = {
+    "step": "Optimizer step",
+    "orthogonalizer": "Orthogonalizer, by stack of matrices",
+    "update": "Update from a quarter of the rows",
 }
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -26,13 +35,14 @@ def draw(report: dict[str, Any], title: str, path: Path) -> bool:
     pyplot = load_pyplot()
     if pyplot is None:
         return False
-    parts = [name for name in ("step", "orthogonalizer") if name in report]
-    stacks = len({str(entry["shape"]) for entry in report.get("orthogonalizer", [])})
-    bars = max(len(report[name]) + (stacks if name != "step" else 0) for name in parts)
+    parts = [name for name in _TITLES if name in report]
+    # A stack has a line of its own above its bars.
+    bars = max(len(report[n]) + len({str(e.get("shape")) for e in report[n]}) for n in parts)
     size = (5.2 * len(parts) + 1.0, 1.6 + 0.27 * bars)
     figure, grid = pyplot.subplots(1, len(parts), figsize=size, squeeze=False)
     for axes, name in zip(grid[0], parts, strict=True):
-        (_draw_step if name == "step" else _draw_orthogonalizers)(axes, report[name])
+        (_draw_step if name == "step" else _draw_stacks)(axes, report[name])
+        axes.set_title(_TITLES[name])
         axes.set_xlabel("ms (median; whiskers: middle half of the samples)")
         style_axes(axes, "x")
         axes.set_xlim(0, 1.18 * max(entry["high_ms"] for entry in report[name]))
@@ -70,10 +80,9 @@ def _draw_step(axes: Any, entries: list[dict[str, Any]]) -> None:
     places = [float(i) for i in range(len(entries))]
     _bars(axes, places, entries, [COLORS.get(e["name"], "#999999") for e in entries])
     axes.set_yticks(places, [entry["name"] for entry in entries])
-    axes.set_title("Optimizer step")
 
 
-def _draw_orthogonalizers(axes: Any, entries: list[dict[str, Any]]) -> None:
+def _draw_stacks(axes: Any, entries: list[dict[str, Any]]) -> None:
     places: list[float] = []
     headings: list[tuple[float, str]] = []
     for entry in entries:
@@ -82,7 +91,7 @@ def _draw_orthogonalizers(axes: Any, entries: list[dict[str, Any]]) -> None:
             headings.append((place, " x ".join(map(str, entry["shape"]))))
             place += 1.0
         places.append(place)
-    _bars(axes, places, entries, [_ORTHOGONALIZERS.get(e["name"], "#999999") for e in entries])
+    _bars(axes, places, entries, [_STACK_COLORS.get(e["name"], "#999999") for e in entries])
     names = [f"{entry['name']} ({_SHORT[entry['dtype']]})" for entry in entries]
     ticks = [*headings, *zip(places, names, strict=True)]
     axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
@@ -90,4 +99,3 @@ def _draw_orthogonalizers(axes: Any, entries: list[dict[str, Any]]) -> None:
         label.set_fontweight("bold")
     axes.set_ylim(places[-1] + 0.8, headings[0][0] - 0.8)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("Orthogonalizer, by stack of matrices")

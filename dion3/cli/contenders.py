@@ -1,4 +1,4 @@
-"""What `python -m dion3 bench` times: optimizers and orthogonalizers, ours and torch's."""
+"""What `python -m dion3 bench` times: optimizers, orthogonalizers and updates, ours and torch's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from dion3.hyper import HYPER_COUNT
+
 from .timing import Contender
 
-__all__ = ["MODELS", "OPTIMIZERS", "matrix_shapes", "orthogonalizers", "steppers"]
+__all__ = ["MODELS", "OPTIMIZERS", "matrix_shapes", "orthogonalizers", "steppers", "updates"]
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,50 @@ def orthogonalizers(stack: torch.Tensor) -> list[Contender]:
         dtype = str(call().dtype).removeprefix("torch.")
         contenders.append(Contender(name, call, partial(dict, dtype=dtype)))
     return contenders
+
+
+def updates(shape: tuple[int, int], layers: int, device: torch.device) -> list[Contender]:
+    """The update of bf16 weights from a quarter of their rows, in one call and as torch operations.
+
+    Torch's rounds once, as ours does: in fp32, then copied back. Stochastic rounding adds 16 random
+    bits below the last one that is kept.
+    """
+    from dion3 import ops
+
+    rows, cols = shape
+    k = (rows + 3) // 4
+    weights = [torch.randn(shape, device=device).bfloat16() for _ in range(layers)]
+    chosen = [torch.randperm(rows, device=device)[:k].sort().values for _ in weights]
+    update = [torch.randn(k, cols, device=device) for _ in weights]
+    slots = []
+    for indices in chosen:
+        slots.append(torch.full((rows,), -1, dtype=torch.int32, device=device))
+        slots[-1][indices] = torch.arange(k, dtype=torch.int32, device=device)
+    decay, lr = 1.0 - 1e-5, 1e-3
+    hyper = torch.zeros(1, HYPER_COUNT, device=device)
+    hyper[0, 0], hyper[0, 1] = decay, lr
+    absent = [torch.empty(0, device=device)] * layers
+    step = [torch.ones((), device=device)] * layers
+    zeros = [0] * layers
+
+    def ours(weights: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        ops.update_(
+            weights, update, slots, absent, hyper, zeros, zeros, [1.0] * layers, steps, 0,
+            list(range(layers)), zeros, zeros, [cols] * layers,
+        )  # fmt: skip
+
+    def torchs(weights: list[torch.Tensor], stochastic: bool) -> None:
+        for weight, indices, o in zip(weights, chosen, update, strict=True):
+            x = weight.float().mul_(decay).index_add_(0, indices, o, alpha=-lr)
+            if stochastic:
+                bits = torch.randint(1 << 16, shape, dtype=torch.int32, device=device)
+                x = (x.view(torch.int32) + bits).bitwise_and_(-1 << 16).view(torch.float32)
+            weight.copy_(x)
+
+    facts: Callable[[], dict[str, Any]] = partial(dict, dtype="bfloat16")
+    return [
+        Contender("torch, nearest", partial(torchs, weights, False), facts),
+        Contender("update_, nearest", partial(ours, weights, absent), facts),
+        Contender("torch, stochastic", partial(torchs, weights, True), facts),
+        Contender("update_, stochastic", partial(ours, weights, step), facts),
+    ]
