@@ -427,6 +427,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = std::string(TORCH_VERSION);
 #ifdef DION3_WITH_CUDA
     m.attr("cuda") = true;
+    m.def("runs_on", &dion3_cuda_runs_on, pybind11::arg("device"));
 #else
     m.attr("cuda") = false;
 #endif

@@ -4,4 +4,5 @@ compiler: str
 cuda: bool
 torch_version: str
 
+def runs_on(device: int) -> bool: ...  # with cuda only
 def selection_count(fraction: float, n: int) -> int: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import warnings
@@ -32,6 +33,18 @@ if native is None:
         f"PyTorch; to change that, {_REMEDY}.",
         RuntimeWarning,
         stacklevel=2,
+    )
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the native part runs on this device: not on a GPU of an architecture it was not built for."""
+    if native is None or device.type == "cpu":
+        return native is not None
+    if device.type != "cuda" or not native.cuda:
+        return False
+    return bool(
+        native.runs_on(torch.cuda.current_device() if device.index is None else device.index)
     )
 
 

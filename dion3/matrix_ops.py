@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .build import build_info
+from . import build
 from .products import (
     EXACT,
     NATIVE,
@@ -64,7 +64,6 @@ LONE_SUM = 1024
 such a matrix, unless it stands alone, is computed twice, side by side, and the result is that of any other
 batch."""
 
-_built_with_cuda = bool(build_info()["cuda"])
 
 _lib = torch.library.Library("dion3", "FRAGMENT")
 _lib.define(
@@ -110,7 +109,7 @@ def has_kernel(device: torch.device, compute: torch.dtype, *inputs: torch.dtype)
         device.type == "cuda"
         and compute in FLOAT16S
         and torch.float64 not in inputs
-        and _built_with_cuda
+        and build.has_kernels(device)
     )
 
 
@@ -144,7 +143,8 @@ def orthogonalize_into(
     if backend in ("sm90", "generic"):
         raise RuntimeError(
             f'backend="{backend}" has no kernel for {sorted(map(str, types))} on {x[0].device}, compute '
-            f'dtype {dtype}: it takes CUDA tensors, and an installation with dion3.build_info()["cuda"]'
+            f"dtype {dtype}: it takes CUDA tensors on a GPU beside which `python -m dion3 info` writes "
+            "dion3's kernels"
         )
     mode16 = {"reference": ROUNDED, "cublas": NATIVE}.get(backend)
     for source, target in zip(x, out, strict=True):

@@ -71,11 +71,14 @@ _register()
 
 def is_native(name: str, device: torch.device | str) -> bool:
     """Whether the operator has a compiled kernel for the device (else dion3.reference runs)."""
-    kind = torch.device(device).type
-    module = build.native
-    return (
-        name in NAMES and module is not None and (kind == "cpu" or (kind == "cuda" and module.cuda))
-    )
+    return name in NAMES and build.has_kernels(torch.device(device))
+
+
+def _operator(name: str, device: torch.device) -> Callable[..., None]:
+    """The operator; on a GPU that the native part was not built for, its plain form."""
+    if build.has_kernels(device) or device.type != "cuda":
+        return getattr(torch.ops.dion3, name)
+    return torch.no_grad()(getattr(reference, name))
 
 
 def written(tensors: Sequence[Tensor]) -> None:
@@ -102,7 +105,7 @@ def momentum_(
         score: out, float64 (batch, rows or cols), or absent.
         sumsq: out, float64 of the same shape, or absent; with nesterov, of the Newton-Schulz input.
     """
-    torch.ops.dion3.momentum_(momentum, grad, hyper, group, axis, score, sumsq)
+    _operator("momentum_", hyper.device)(momentum, grad, hyper, group, axis, score, sumsq)
 
 
 def select_(
@@ -127,7 +130,7 @@ def select_(
         k: how many to select, 1 .. n.
     """
     if score:  # an empty list has no device to dispatch on
-        torch.ops.dion3.select_(score, sumsq, indices, slots, norm, k)
+        _operator("select_", score[0].device)(score, sumsq, indices, slots, norm, k)
 
 
 def gather_(
@@ -152,7 +155,7 @@ def gather_(
         hyper, group, axis: see the module.
         out: out, (batch, k, cols) or (batch, rows, k), any of the three dtypes.
     """
-    torch.ops.dion3.gather_(momentum, grad, indices, norm, hyper, group, axis, out)
+    _operator("gather_", hyper.device)(momentum, grad, indices, norm, hyper, group, axis, out)
 
 
 def neuron_(
@@ -172,7 +175,7 @@ def neuron_(
         hyper, group: see the module.
         factor: out, float32 (batch, rows).
     """
-    torch.ops.dion3.neuron_(update, second_moment, indices, hyper, group, factor)
+    _operator("neuron_", hyper.device)(update, second_moment, indices, hyper, group, factor)
 
 
 def update_(
@@ -207,7 +210,7 @@ def update_(
             element (b, i, j) depend on beside step: its index is base + b * batch_stride + i *
             row_stride + j.
     """
-    torch.ops.dion3.update_(
+    _operator("update_", hyper.device)(
         weight, update, slots, factor, hyper, group, axis, scale, step, seed, param_id,
         index_base, index_batch_stride, index_row_stride,
     )  # fmt: skip
@@ -240,7 +243,7 @@ def adamw_(
         seed, param_id, index_base: what the random bits depend on beside step and the element's
             place.
     """
-    torch.ops.dion3.adamw_(
+    _operator("adamw_", hyper.device)(
         param, grad, exp_avg, exp_avg_sq, step, hyper, group, stochastic, seed, param_id, index_base
     )
     written(param)

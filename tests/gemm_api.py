@@ -199,9 +199,12 @@ def assert_close(d: Tensor, exact: Tensor, torch32: Tensor, what: object) -> Non
 
 # ---- layouts -----------------------------------------------------------------------------------------
 
-LAYOUTS = ("dense", "padded", "columns", "odd columns", "strided", "offset")
+LAYOUTS = ("dense", "padded", "columns", "odd columns", "strided", "offset", "end")
 """Rows without gaps; rows padded to 16 bytes and more; the same two of columns; no unit stride at all;
-an address that is no multiple of 16 bytes."""
+an address that is no multiple of 16 bytes; rows without gaps up to the last byte of an allocation that
+torch rounds up no further, so that nothing need be mapped behind it."""
+
+END_ELEMENTS = 12 * 2**20 // 2
 
 
 def place(values: Tensor, layout: str, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -215,6 +218,7 @@ def place(values: Tensor, layout: str, device: torch.device | None = None) -> tu
         "odd columns": (batch, cols, rows),
         "strided": (batch, rows, 3, cols, 2),
         "offset": (batch * rows * (cols + 3) + 1,),
+        "end": (END_ELEMENTS,),
     }[layout]
     buffer = torch.full(
         buffer_shape, float("nan"), dtype=values.dtype, device=device or values.device
@@ -226,6 +230,7 @@ def place(values: Tensor, layout: str, device: torch.device | None = None) -> tu
         "odd columns": lambda: buffer.mT,
         "strided": lambda: buffer[:, :, 1, :, 1],
         "offset": lambda: buffer[1:].view(batch, rows, cols + 3)[:, :, :cols],
+        "end": lambda: buffer[END_ELEMENTS - batch * rows * cols :].view(batch, rows, cols),
     }[layout]()
     view.copy_(values)
     return view, buffer

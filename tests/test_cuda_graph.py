@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import os
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -184,3 +189,46 @@ def test_no_host_synchronisation():
             optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- the allocator -----------------------------------------------------------------------------
+
+
+def digest_of_a_run():
+    """Six steps whose gradients go, and are overwritten, while the step may still run."""
+    params, optimizer = build(dion3.Dion3, torch.bfloat16, True, fraction=0.5, nesterov=True)
+    for step in range(6):
+        set_grads(params, step)
+        optimizer.step()
+        for p in params:
+            p.grad = None
+        for p in params:
+            torch.full_like(p, float("nan"))
+    tensors = [*params, *states(optimizer)]
+    return hashlib.sha256(
+        b"".join(t.detach().float().cpu().numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+def print_digest_on_a_side_stream():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        print(digest_of_a_run())
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "expandable_segments:False"])
+def test_side_stream_under_either_allocator(setting):
+    call = "import test_cuda_graph; test_cuda_graph.print_digest_on_a_side_stream()"
+    done = subprocess.run(
+        [sys.executable, "-c", call],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parent,
+        env={
+            **os.environ,
+            "PYTORCH_CUDA_ALLOC_CONF": setting,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == digest_of_a_run()

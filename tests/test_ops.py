@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from dion3 import ops, reference
+from dion3 import build, ops, reference
 
 SHAPES = SHAPES_2D + SHAPES_3D
 MIXES = list(itertools.product(DTYPES, DTYPES))
@@ -715,6 +716,18 @@ def test_indices_outside_are_refused_on_the_cpu():
         args[place][0][1] = 99
         with pytest.raises(RuntimeError, match="=99 must be"):
             getattr(ops, name)(*args)
+
+
+def test_kernels_for_other_gpus_are_not_for_this_one(monkeypatch):
+    native = types.SimpleNamespace(cuda=True, runs_on=lambda index: index == 1)
+    monkeypatch.setattr(build, "native", native)
+    build.has_kernels.cache_clear()
+    try:
+        found = [build.has_kernels(torch.device("cuda", index)) for index in range(3)]
+        assert found == [False, True, False] and build.has_kernels(torch.device("cpu"))
+        assert not ops.is_native("update_", "cuda:0") and ops.is_native("update_", "cuda:1")
+    finally:
+        build.has_kernels.cache_clear()
 
 
 @pytest.mark.gpu

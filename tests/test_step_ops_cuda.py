@@ -27,7 +27,8 @@ from helpers import (
 from test_ops import part_shape, selection
 from torch import Tensor
 
-from dion3 import ops
+import dion3
+from dion3 import build, ops, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -564,3 +565,37 @@ def test_runs_on_the_device_of_its_tensors(name):
 
     expected, got = result_of(name, plainly), result_of(name, elsewhere)
     assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+
+
+# ---- a GPU that dion3 was not built for --------------------------------------------------------------
+
+
+def test_a_gpu_without_kernels_runs_plain_torch(monkeypatch):
+    def train(device):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(33, 70), (96, 64), (64, 64), (50,)]
+        params = [
+            torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in shapes
+        ]
+        groups = [{"params": params[:3]}, {"params": params[3:], "algorithm": "adamw"}]
+        optimizer = dion3.Dion3(groups, lr=0.02, fraction=0.25, ns_dtype=torch.float32)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            optimizer.step()
+        return [p.detach().cpu() for p in params]
+
+    used = []
+    monkeypatch.setattr(build, "has_kernels", lambda device: device.type == "cpu")
+    for name in ops.NAMES:
+        plain = getattr(reference, name)
+        monkeypatch.setattr(
+            reference, name, lambda *args, name=name, plain=plain: (used.append(name), plain(*args))
+        )
+    for on_gpu, on_cpu in zip(train("cuda"), train("cpu"), strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-5)
+    assert set(used) == set(ops.NAMES) - {"neuron_"}
+    x = torch.randn(40, 90, device="cuda")
+    torch.testing.assert_close(
+        dion3.gram_ns(x).float().cpu(), dion3.gram_ns(x.cpu()).float(), rtol=0, atol=0.02
+    )

@@ -235,3 +235,15 @@ dion3_status dion3_select_cuda(const dion3_select_item* items, int64_t count, vo
     D3_TRY(d3_check_select(items, count));
     return d3_launch("dion3_select", items, count, prepare, kernels, SELECT_THREADS, workspace, stream);
 }
+
+/* All files are compiled for the same architectures, so any kernel answers for all. */
+int32_t dion3_cuda_runs_on(int32_t device) {
+    int before;
+    cudaFuncAttributes attributes;
+    if (cudaGetDevice(&before) != cudaSuccess) return 0;
+    const int32_t runs = cudaSetDevice(device) == cudaSuccess &&
+                         cudaFuncGetAttributes(&attributes, (const void*)select_kernel) == cudaSuccess;
+    (void)cudaSetDevice(before);
+    (void)cudaGetLastError();
+    return runs;
+}

@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 def gather() -> dict[str, dict[str, Any]]:
     """The facts by section: versions, build, devices."""
     import dion3
+    from dion3.build import has_kernels
 
     from .common import machine
 
@@ -53,7 +54,8 @@ def gather() -> dict[str, dict[str, Any]]:
         devices[f"cuda:{index}"] = (
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB, "
-            f"{properties.multi_processor_count} multiprocessors"
+            f"{properties.multi_processor_count} multiprocessors, "
+            + ("dion3's kernels" if has_kernels(torch.device("cuda", index)) else "plain PyTorch")
         )
     return {"versions": versions, "build": dict(dion3.build_info()), "devices": devices}
 
