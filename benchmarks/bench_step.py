@@ -8,7 +8,7 @@ with momentum in bf16 and in fp32. `--peer` adds NorDion2 of the `dion` package.
 
     gpu ms, low, high   CUDA events around step(), in rotation: median and quartiles
     /adamw, muon/       that over fused AdamW's; torch.optim.Muon's over that
-    host ms             until step() returns
+    host ms             until step() returns, of several in a row
     launches            calls of a step that launch a kernel or a graph, as torch.profiler sees them
     first s             construction and the first step, everything included
     extra MiB           peak of the first three steps (the second captures) beyond weights, gradients
@@ -205,11 +205,12 @@ def start(construct: Constructor, params: list) -> tuple[torch.optim.Optimizer, 
     return optimizer, seconds, extra / 2**20
 
 
-def host_ms(step: Callable[[], object]) -> float:
-    """Median milliseconds until step() returns, with nothing queued before."""
+def host_ms(step: Callable[[], object], launches: int) -> float:
+    """Median milliseconds until step() returns, of up to 20 in a row: no more than the launch queue
+    (1024) holds, where the host would wait for the GPU."""
     times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    for _ in range(max(1, min(20, 900 // max(launches, 1)))):
         begin = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - begin))
@@ -256,8 +257,8 @@ def one(
     times = rotate({name: entry[0].step for name, entry in started.items()}, rounds)
     for name, (optimizer, seconds, extra) in started.items():
         t, least = times[name], floor_ms(optimizer, limits)
-        host = host_ms(optimizer.step)
         launches = sum(e.count for e in profiled(optimizer.step) if e.key.startswith(LAUNCHES))
+        host = host_ms(optimizer.step, launches)
         table.add(
             model,
             name,
