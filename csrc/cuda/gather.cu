@@ -9,8 +9,9 @@
  * few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two columns, four
  * rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
- * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns 2 s |m| + f |out| with
- * s = 1 - (1 - f)^(32 / |m|), the sectors that hold a selected column. Without feedback m counts once.
+ * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns (s(64) + s(32)) |m| + f |out|, where
+ * s(b) = 1 - (1 - f)^(b / |m|) of the pieces of b bytes hold a selected column: the memory of an H200 is read by
+ * 64 and written by 32 bytes. Without feedback m is only read.
  * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
  */
 #include "../rows.h"
