@@ -462,7 +462,7 @@ static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** work
         work.kernel = 2 * it->momentum.dtype + (it->out.dtype == DION3_BF16);
     }
     const int width = work.kernel == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
-    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width, 1, 1);
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const int64_t lead = d3_width(it->momentum.dtype);

@@ -485,7 +485,7 @@ static d3_work prepare(const dion3_update_item* it, update_entry* e, char** work
     }
     if (vectors) work.kernel = 2 * it->weight.dtype + (it->update.dtype == DION3_BF16);
     const int width = vectors ? lead : 1;
-    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width, 2, 1);
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const uint64_t tile = (uint64_t)(32 * width);
