@@ -3,7 +3,7 @@
  *
  *   momentum, grad (batch, rows, cols), any dtype and strides; score, sumsq (batch, rows or cols) fp64.
  * Rows: geometry.cuh; a row's sums are finished where the row is. Columns: a block owns 32 vectors of columns by a
- * strip of 512 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
+ * strip of 1024 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
  * of a lane's columns in its registers: so many that two blocks are resident with 16-bit momentum, three with fp32.
  * The strips' sums go to the workspace and a second, small launch adds them in order. A transposed matrix (row
  * stride 1) is read as its transpose with the axis turned.
@@ -18,7 +18,7 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define STRIP_ROWS 512
+#define STRIP_ROWS 1024
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor, as registers allow */
 #define LONG_ROWS 1  /* of a block, of rows that a whole block shares */
 #define ROWS_AHEAD 4
