@@ -114,12 +114,16 @@ class Case:
         elements = count * math.prod(shape)
         chosen, slices = count * math.prod(part), count * math.prod(lead) * n
         size = momentum.itemsize
-        sectors = 1.0 - (1.0 - fraction) ** (32 // size)  # those that hold a selected column
-        read = chosen if axis == 0 else round(sectors * elements)
+
+        def pieces(of: int) -> int:  # elements in those pieces of so many bytes that are needed
+            return (
+                chosen if axis == 0 else round(elements * (1.0 - (1.0 - fraction) ** (of // size)))
+            )
+
         moved = {
             "momentum": (2 * size + 2) * elements,
             "select": 16 * slices + 4 * slices + 4 * slices * k // n,
-            "gather": 2 * size * read + 2 * chosen,
+            "gather": size * (pieces(64) + pieces(32)) + 2 * chosen,  # reads take 64 bytes
             "neuron": 2 * chosen,
             "update": 4 * elements + 2 * chosen,
             "adamw": (6 + 4 * size) * elements,

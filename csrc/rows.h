@@ -113,14 +113,20 @@ D3_HD d3_adamw d3_adamw_scalars(const float* hyper, float step) {
     return s;
 }
 
-/* One element: m and v are replaced by their new, unrounded values; the new weight is returned. */
-D3_HD float d3_adamw_element(const d3_adamw* s, float w, float grad, float* m, float* v) {
+/* One element: the new, unrounded moments. */
+D3_HD void d3_adamw_moments(const d3_adamw* s, float grad, float* m, float* v) {
     float g = d3_mul(s->sign, grad);
-    float denominator;
     *m = d3_add(d3_mul(s->beta1, *m), d3_mul(s->beta1_complement, g));
     *v = d3_add(d3_mul(s->beta2, *v), d3_mul(s->beta2_complement, d3_mul(g, g)));
-    denominator = d3_add(d3_div(d3_sqrt(*v), s->root), s->eps);
-    return d3_sub(d3_mul(s->decay, w), d3_mul(s->step_size, d3_div(*m, denominator)));
+}
+
+/* The direction of the step, m / (sqrt(v) / root + eps), and the new weight. */
+D3_HD float d3_adamw_direction(const d3_adamw* s, float m, float v) {
+    return d3_div(m, d3_add(d3_div(d3_sqrt(v), s->root), s->eps));
+}
+
+D3_HD float d3_adamw_weight(const d3_adamw* s, float w, float direction) {
+    return d3_sub(d3_mul(s->decay, w), d3_mul(s->step_size, direction));
 }
 
 #endif

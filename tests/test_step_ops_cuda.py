@@ -340,6 +340,23 @@ def test_adamw_equals_the_cpu(dtypes, stochastic):
             check("adamw_", adamw_args(count, dtypes, stochastic, offset, base))
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e30])
+def test_adamw_divides_exactly_at_any_size(eps):
+    """Moments within and beyond the range of the short division, and at its ends; no bit hides in a weight."""
+    args = adamw_args(2**20, (torch.float32,) * 3, False)
+    args[0][0].zero_()
+    args[1][0].zero_()
+    for moment, tensors in enumerate(args[2:4]):
+        exponent = torch.randint(-140, 40, (2**18, 1), generator=seeded(moment))
+        exponent[::2] = torch.randint(-92, 32, (2**17, 1), generator=seeded(moment, 2))
+        tensors[0].view(-1, 4).mul_(2.0 ** exponent.double())
+        tensors[0][:: 997 + moment] = torch.tensor([0.0, torch.inf, torch.nan]).repeat(400)[
+            : len(tensors[0][:: 997 + moment])
+        ]
+    hyper = adamw_hyper(CPU, eps=eps)
+    check("adamw_", (*args[:5], hyper, *args[6:]))
+
+
 @pytest.mark.parametrize("step", [0, 1, 2, 1000, 54321])
 def test_bias_corrections_equal_the_cpu(step):
     args = adamw_args(1000, (torch.float32,) * 3, False)

@@ -21,7 +21,10 @@ D3_CLONES static void adamw_range(const dion3_adamw_item* it, int64_t first, int
         d3_block_load(g, it->grad, it->grad_dtype, at, 1, n);
         d3_block_load(m, it->exp_avg, it->state_dtype, at, 1, n);
         d3_block_load(v, it->exp_avg_sq, it->state_dtype, at, 1, n);
-        for (int64_t j = 0; j < n; ++j) w[j] = d3_adamw_element(&s, w[j], g[j], &m[j], &v[j]);
+        for (int64_t j = 0; j < n; ++j) {
+            d3_adamw_moments(&s, g[j], &m[j], &v[j]);
+            w[j] = d3_adamw_weight(&s, w[j], d3_adamw_direction(&s, m[j], v[j]));
+        }
         d3_block_store(m, it->exp_avg, it->state_dtype, at, 1, n);
         d3_block_store(v, it->exp_avg_sq, it->state_dtype, at, 1, n);
         if (it->stochastic) {

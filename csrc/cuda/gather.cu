@@ -4,13 +4,14 @@
  *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)); m[selected] <- feedback * m[selected].
  *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
  * Rows: a copy of rows, geometry.cuh. Columns (columns.cuh): a block owns 32 vectors of columns of m by a strip
- * of 128 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
- * search. m is read and written in whole vectors, lanes without a selected column leave theirs alone. Unaligned,
- * few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two columns, four
- * rows under way.
+ * of 64 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
+ * search. m is read and written in whole sectors of 32 bytes, those without a selected column are left alone.
+ * Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two
+ * columns, four rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
- * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns 2 s |m| + f |out| with
- * s = 1 - (1 - f)^(32 / |m|), the sectors that hold a selected column. Without feedback m counts once.
+ * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns (s(64) + s(32)) |m| + f |out|, where
+ * s(b) = 1 - (1 - f)^(b / |m|) of the pieces of b bytes hold a selected column: the memory of an H200 is read by
+ * 64 and written by 32 bytes. Without feedback m is only read.
  * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
  */
 #include "../rows.h"
@@ -19,7 +20,8 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define STRIP_ROWS 128
+#define TILE_ROWS 64   /* of a block, m in whole vectors */
+#define STRIP_ROWS 128 /* of a block, m an element at a time */
 #define TILE_COLUMNS 64
 #define ROWS_AHEAD 4
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor */
@@ -247,15 +249,22 @@ struct __align__(16) tile_stage {
     uint8_t column_of[TILE];
 };
 
+/* A lane's part of a tile. */
+struct tile_share {
+    d3_columns columns;
+    uint32_t selected[4]; /* the bits of its vector that belong to selected columns */
+    bool mine;            /* whether its sector holds any */
+};
+
 /* V rows, D3_WARPS apart; the whole warp calls. */
 template <int MD, int OD, int V, int STAGED>
 __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_numbers& s,
-                                           const d3_columns& columns, char* m, char* out,
+                                           const tile_share& p, char* m, char* out,
                                            tile_stage<STAGED, 32 * d3_width(MD)>& stage) {
     constexpr int N = d3_width(MD), M = MD == DION3_F32 ? 4 : 2;
     const uint32_t lane = threadIdx.x % 32;
     const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
-    if (columns.mask) {
+    if (p.mine) {
         d3_vector<MD, N> old[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
@@ -271,10 +280,8 @@ __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_n
                 for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
                 const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
 #pragma unroll
-                for (int i = 0; i < N; ++i) { /* the others keep every bit */
-                    const uint32_t part = M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
-                    uint32_t& w = old[v].word[M == 4 ? i : i / 2];
-                    if (columns.mask >> i & 1u) w = (w & ~part) | (kept.word[M == 4 ? i : i / 2] & part);
+                for (int i = 0; i < 4; ++i) { /* the others keep every bit */
+                    old[v].word[i] = (old[v].word[i] & ~p.selected[i]) | (kept.word[i] & p.selected[i]);
                 }
                 d3_put<MD, N>(m + v * m_jump, old[v]);
             }
@@ -282,7 +289,7 @@ __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_n
     }
     __syncwarp();
 #pragma unroll 2
-    for (uint32_t j = lane; j < columns.count; j += 32) {
+    for (uint32_t j = lane; j < p.columns.count; j += 32) {
         const uint32_t column = stage.column_of[j];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -293,21 +300,21 @@ __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_n
 }
 
 template <int MD, int OD>
-__global__ void __launch_bounds__(D3_THREADS, 4)
+__global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 4)
     gather_tiles_kernel(const __grid_constant__ gather_table table) {
-    constexpr int N = d3_width(MD), TILE = 32 * N, V = 4, M = MD == DION3_F32 ? 4 : 2;
+    constexpr int N = d3_width(MD), TILE = 32 * N, V = ROWS_AHEAD, M = MD == DION3_F32 ? 4 : 2;
     __shared__ int32_t slot_of[TILE];
     __shared__ tile_stage<V, TILE> stages[D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
     const gather_entry& e = table.entries[index];
     const uint32_t k = e.rows.cols, tiles = (e.columns + TILE - 1) / TILE;
-    const uint32_t strips = (e.rows.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    const uint32_t strips = (e.rows.rows + TILE_ROWS - 1) / TILE_ROWS;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t rest = blockIdx.x - table.first[index];
     const uint32_t tile = rest % tiles;
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
-    const uint32_t begin = strip * STRIP_ROWS + warp, end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
+    const uint32_t begin = strip * TILE_ROWS + warp, end = min((strip + 1) * TILE_ROWS, e.rows.rows);
     const uint32_t column = tile * TILE + lane * N;
     const bool vector = column + N <= e.columns;
     const double norm = norm_of(e, batch);
@@ -317,21 +324,26 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     find_slots<TILE>(e.indices + (int64_t)batch * k, k, tile * TILE, slot_of);
 #pragma unroll
     for (int i = 0; i < N; ++i) slots[i] = vector ? slot_of[lane * N + i] : -1;
-    const d3_columns columns = d3_columns_of<N>(slots, stages[warp].column_of);
+    tile_share p = {d3_columns_of<N>(slots, stages[warp].column_of), {0, 0, 0, 0}, false};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (slots[i] >= 0) p.selected[i * M / 4] |= M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
+    }
+    p.mine = (p.columns.mask | __shfl_xor_sync(~0u, p.columns.mask, 1)) && vector; /* two lanes a sector */
     const gather_numbers s = numbers_of(e, norm);
-    if (columns.count) {
+    if (p.columns.count) {
         char* from = m + begin * e.m.row * M;
-        char* to = out + (begin * e.o.row + columns.slot * e.o.col) * 2;
+        char* to = out + (begin * e.o.row + p.columns.slot * e.o.col) * 2;
         uint32_t row = begin;
 #pragma unroll 1
         for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
-            tile_piece<MD, OD, V>(e, s, columns, from, to, stages[warp]);
+            tile_piece<MD, OD, V>(e, s, p, from, to, stages[warp]);
             from += e.m.row * (M * V * D3_WARPS);
             to += e.o.row * (2 * V * D3_WARPS);
         }
 #pragma unroll 1
         for (; row < end; row += D3_WARPS) {
-            tile_piece<MD, OD, 1>(e, s, columns, from, to, stages[warp]);
+            tile_piece<MD, OD, 1>(e, s, p, from, to, stages[warp]);
             from += e.m.row * (M * D3_WARPS);
             to += e.o.row * (2 * D3_WARPS);
         }
@@ -461,9 +473,8 @@ static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** work
         work.kernel = 2 * it->momentum.dtype + (it->out.dtype == DION3_BF16);
     }
     const int width = work.kernel == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
-    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width, 1, 1);
     if (columns && work.blocks != D3_TOO_LARGE) {
-        const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const int64_t lead = d3_width(it->momentum.dtype);
         const bool in_vectors = work.kernel != ANY_ANY && !e->grad && e->m.col == 1 &&
                                 cols >= e->columns / 16 && e->m.row % lead == 0 &&
@@ -471,6 +482,8 @@ static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** work
                                 (uintptr_t)e->momentum % 16 == 0;
         const uint64_t items = in_vectors ? e->columns : (uint64_t)cols;
         const uint64_t tile = in_vectors ? 32 * (uint64_t)lead : TILE_COLUMNS;
+        const uint64_t height = in_vectors ? TILE_ROWS : STRIP_ROWS;
+        const uint64_t strips = ((uint64_t)rows + height - 1) / height;
         work.kernel += (in_vectors ? 4 : 2) * DTYPE_PAIRS;
         work.blocks = (items + tile - 1) / tile * strips * (uint64_t)it->batch;
     }

@@ -15,8 +15,8 @@
 
 #define D3_THREADS 256
 #define D3_WARPS (D3_THREADS / 32)
-#define D3_WARP_VECTORS 512 /* a row of up to this many vectors belongs to one warp */
-#define D3_MAX_LONG_ROWS (4096 / (D3_WARP_VECTORS + 1)) /* rows of a block that shares each row whole */
+#define D3_WARP_VECTORS 512                    /* a row of up to this many vectors belongs to one warp */
+#define D3_BLOCK_VECTORS (2 * D3_WARP_VECTORS) /* what a block takes at least; never two long rows */
 
 struct d3_strides {
     int64_t batch, row, col;
@@ -52,25 +52,22 @@ static inline void d3_swap(int64_t* a, int64_t* b) {
     *b = c;
 }
 
-/* Deals rows x cols in vectors of `width` elements. A block gets 1024 vectors of a small item, 4096 of one that
- * fills the device several times over: long-lived blocks spend less of their time without loads under
- * way. Returns the number of blocks of `batch` matrices, ~0 if they are too many for 32-bit sizes. */
-static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int64_t cols, int width) {
+/* Deals rows x cols in vectors of `width` elements. Threads that share a row get `each` rows (a whole block:
+ * `each_long`), more if their block would have too few vectors: the numbers are measured, an operation likes one
+ * row or several. Returns the number of blocks of `batch` matrices, ~0 if they are too many for 32-bit sizes. */
+static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int64_t cols, int width,
+                                    uint32_t each, uint32_t each_long) {
     if (batch == 0 || rows == 0 || cols == 0) return 0;
     if (rows >= 1ll << 31 || cols >= 1ll << 31 || batch >= 1ll << 31) return ~0ull;
     const uint32_t vectors = (uint32_t)((cols + width - 1) / width);
-    const double total = (double)batch * (double)rows * vectors;
-    const uint32_t target = total > 4096.0 * 2048.0 ? 4096 : total > 2048.0 * 2048.0 ? 2048 : 1024;
-    uint32_t groups;
     g->log_lanes = 8;
     if (vectors <= D3_WARP_VECTORS) {
         g->log_lanes = 0;
         while (g->log_lanes < 5 && (1u << g->log_lanes) < vectors) ++g->log_lanes;
     }
-    groups = D3_THREADS >> g->log_lanes;
-    g->rows_per_block = target / vectors;
-    if (g->rows_per_block < groups) g->rows_per_block = groups;
-    g->rows_per_block -= g->rows_per_block % groups;
+    const uint32_t groups = D3_THREADS >> g->log_lanes, least = D3_BLOCK_VECTORS / vectors / groups;
+    if (groups == 1) each = each_long;
+    g->rows_per_block = (least > each ? least : each) * groups;
     g->rows = (uint32_t)rows;
     g->cols = (uint32_t)cols;
     g->blocks_per_matrix = (uint32_t)((rows + g->rows_per_block - 1) / g->rows_per_block);

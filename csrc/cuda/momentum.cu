@@ -3,7 +3,7 @@
  *
  *   momentum, grad (batch, rows, cols), any dtype and strides; score, sumsq (batch, rows or cols) fp64.
  * Rows: geometry.cuh; a row's sums are finished where the row is. Columns: a block owns 32 vectors of columns by a
- * strip of 512 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
+ * strip of 1024 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
  * of a lane's columns in its registers: so many that two blocks are resident with 16-bit momentum, three with fp32.
  * The strips' sums go to the workspace and a second, small launch adds them in order. A transposed matrix (row
  * stride 1) is read as its transpose with the axis turned.
@@ -18,8 +18,9 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define STRIP_ROWS 512
+#define STRIP_ROWS 1024
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor, as registers allow */
+#define LONG_ROWS 1  /* of a block, of rows that a whole block shares */
 #define ROWS_AHEAD 4
 #define MAX_STRIPS 128
 
@@ -131,7 +132,7 @@ template <int MD, int GD>
 __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
     momentum_rows_kernel(const __grid_constant__ momentum_table table) {
     constexpr int N = d3_width(MD);
-    __shared__ double part[2][D3_MAX_LONG_ROWS][D3_WARPS];
+    __shared__ double part[2][LONG_ROWS][D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
     const momentum_entry& e = table.entries[index];
     const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
@@ -431,7 +432,7 @@ static d3_work prepare_sums(const dion3_momentum_item* it, momentum_entry* e, ch
     const int pair = work.kernel % DTYPE_PAIRS;
     const int width = pair == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
     if (work.kernel < DTYPE_PAIRS) {
-        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width);
+        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width, 1, LONG_ROWS);
     } else {
         const uint64_t tile = 32 * (uint64_t)width;
         work.blocks = (e->rows.cols + tile - 1) / tile * e->strips * (uint64_t)it->batch;

@@ -61,14 +61,14 @@ template <int OD>
 __global__ void __launch_bounds__(D3_THREADS, 4)
     neuron_rows_kernel(const __grid_constant__ neuron_table table) {
     constexpr int N = d3_width(OD);
-    __shared__ double part[D3_MAX_LONG_ROWS][D3_WARPS], block_part[32];
+    __shared__ double part[D3_BLOCK_VECTORS], block_part[32]; /* of a row its sum, or those of the warps */
     const uint32_t index = d3_find(table, blockIdx.x);
     const neuron_entry& e = table.entries[index];
     const uint32_t block = blockIdx.x - table.first[index];
     const d3_place p = d3_place_of(e.rows, block);
     const int size = d3_size<OD>(e.dtype);
     const int64_t step = (N > 1 ? 1 : e.o.col) * size;
-    const uint32_t cols = e.rows.cols;
+    const uint32_t cols = e.rows.cols, parts = p.lanes > 32 ? D3_WARPS : 1;
     double total = 0.0, scaled = 0.0;
 
     for (uint32_t base = 0; base < p.rows; base += p.groups) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
                 d3_vector<OD, N> ahead[VECTORS_AHEAD];
 #pragma unroll
                 for (int i = 0; i < VECTORS_AHEAD; ++i) {
-                    ahead[i] = d3_fetch_aligned<OD, N>(at + i * apart, e.dtype);
+                    ahead[i] = d3_fetch_aligned<OD, N, true>(at + i * apart, e.dtype);
                 }
 #pragma unroll
                 for (int i = 0; i < VECTORS_AHEAD; ++i) sum = squares_of<OD, N>(ahead[i], e.dtype, sum);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
             }
 #pragma unroll 1
             for (; v < vectors; v += p.lanes) {
-                sum = squares_of<OD, N>(d3_fetch_aligned<OD, N>(at, e.dtype), e.dtype, sum);
+                sum = squares_of<OD, N>(d3_fetch_aligned<OD, N, true>(at, e.dtype), e.dtype, sum);
                 at += apart;
             }
             if constexpr (N > 1) {
@@ -105,19 +105,13 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
             }
         }
         sum = d3_sum_lanes(sum, p.lanes);
-        if (p.lanes > 32) {
-            if (threadIdx.x % 32 == 0) part[r][threadIdx.x / 32] = sum;
-        } else if (p.lane == 0 && r < p.rows) {
-            finish_row(e, p.batch, p.first + r, sum, total, scaled);
-        }
+        if (p.lane % 32 == 0) part[r * parts + p.lane / 32] = sum;
     }
-    if (p.lanes > 32) {
-        __syncthreads();
-        if (threadIdx.x < p.rows) {
-            double sum = 0.0;
-            for (int w = 0; w < D3_WARPS; ++w) sum += part[threadIdx.x][w];
-            finish_row(e, p.batch, p.first + threadIdx.x, sum, total, scaled);
-        }
+    __syncthreads();
+    for (uint32_t r = threadIdx.x; r < p.rows; r += D3_THREADS) { /* all at once: each waits for memory */
+        double sum = 0.0;
+        for (uint32_t w = 0; w < parts; ++w) sum += part[r * parts + w];
+        finish_row(e, p.batch, p.first + r, sum, total, scaled);
     }
     total = d3_sum_block(total, block_part);
     scaled = d3_sum_block(scaled, block_part);
@@ -169,7 +163,7 @@ static d3_work prepare_rows(const dion3_neuron_item* it, neuron_entry* e, char**
     e->dtype = it->update.dtype;
     if (e->o.col == 1) work.kernel = it->update.dtype;
     work.blocks = d3_deal_rows(&e->rows, it->batch, it->rows, it->cols,
-                               work.kernel == 3 ? 1 : d3_width(it->update.dtype));
+                               work.kernel == 3 ? 1 : d3_width(it->update.dtype), 4, 4);
     if (work.blocks != D3_TOO_LARGE) *workspace += work.blocks * 2 * sizeof(double);
     return work;
 }

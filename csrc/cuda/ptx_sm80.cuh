@@ -73,6 +73,19 @@ PTX80_FN void ptx80_store8(void* address, uint2 v, uint64_t policy) {
                  : "memory");
 }
 
+/* Within 1 ulp (rcp) and 2^-22.9 (rsqrt), subnormals as 0. */
+PTX80_FN float ptx80_rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+PTX80_FN float ptx80_rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* Lets a dependent launch that allows it begin; it waits for the end of this one before it reads. */
 PTX80_FN void ptx80_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

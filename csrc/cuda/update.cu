@@ -4,7 +4,7 @@
  *   w <- round(a w - g o) selected, w <- round(a w) otherwise; g = (b scale) factor_i.
  *   weight (batch, rows, cols), update (batch, k, cols) or (batch, rows, k), any dtypes and strides.
  * Rows: geometry.cuh; a row finds its update through slots. Columns (columns.cuh): a block owns 32 vectors of
- * columns by a strip of 128 rows, a warp a row, two rows under way. Slots ascend, as those of dion3_select do.
+ * columns by a strip of 128 rows, a warp a row, three rows under way. Slots ascend, as those of dion3_select do.
  * Stochastic rounding: eight 16-bit elements take one Philox call when their global index is a multiple of 8,
  * eight otherwise; the bits are those of dion3_round.h wherever an element stands.
  * Bytes an element, f = k / n: 2 |w| + f |o| (bf16 weights: 4 + 2 f). About 15 instructions an element,
@@ -27,6 +27,7 @@
 #include "table.cuh"
 
 #define STRIP_ROWS 128
+#define ROWS_AHEAD 3 /* columns: rows that a warp has under way */
 
 struct update_entry {
     char* weight;
@@ -240,6 +241,8 @@ __global__ void __launch_bounds__(D3_THREADS, WD == D3_ANY ? 5 : 4)
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
+#define RUN_AHEAD 3 /* elements of a run that a lane moves at a time: enough for a quarter of the columns */
+
 /* A lane's part of a tile: its columns in row 0 of the matrix. */
 struct column_share {
     d3_columns columns;
@@ -254,23 +257,22 @@ struct column_share {
 /* A warp's shared memory. */
 template <int TILE>
 struct __align__(16) column_stage {
-    uint16_t update[2][TILE]; /* two rows of the update, each element at its column */
+    uint16_t update[ROWS_AHEAD][TILE]; /* rows of the update, each element at its column */
     uint8_t column_of[TILE];
 };
 
 /* What a lane moves from runs to shared memory at a time: elements 32 apart of V rows. */
-template <int V, int TILE>
+template <int V>
 struct run_part {
-    static constexpr int AHEAD = (TILE * 3 / 8 + 31) / 32; /* enough for a quarter of the columns */
-    uint16_t element[V][AHEAD];
+    uint16_t element[V][RUN_AHEAD];
 };
 
-template <int V, int TILE>
-__device__ __forceinline__ run_part<V, TILE> fetch_run(const char* o, int64_t o_jump, uint32_t begin,
-                                                       uint32_t count) {
-    run_part<V, TILE> part;
+template <int V>
+__device__ __forceinline__ run_part<V> fetch_run(const char* o, int64_t o_jump, uint32_t begin,
+                                                 uint32_t count) {
+    run_part<V> part;
 #pragma unroll
-    for (int c = 0; c < part.AHEAD; ++c) {
+    for (int c = 0; c < RUN_AHEAD; ++c) {
         const uint32_t j = begin + c * 32;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -282,14 +284,17 @@ __device__ __forceinline__ run_part<V, TILE> fetch_run(const char* o, int64_t o_
 }
 
 template <int V, int TILE>
-__device__ __forceinline__ void stage_run(const run_part<V, TILE>& part, column_stage<TILE>& stage,
-                                          uint32_t begin, uint32_t count) {
+__device__ __forceinline__ void stage_run(const run_part<V>& part, column_stage<TILE>& stage, uint32_t begin,
+                                          uint32_t count) {
+    const uint32_t first = begin + threadIdx.x % 32;
+    uint32_t column[RUN_AHEAD];
 #pragma unroll
-    for (int c = 0; c < part.AHEAD; ++c) {
-        const uint32_t j = begin + c * 32 + threadIdx.x % 32;
-        if (j < count) {
+    for (int c = 0; c < RUN_AHEAD; ++c) column[c] = stage.column_of[(first + c * 32) % TILE];
 #pragma unroll
-            for (int v = 0; v < V; ++v) stage.update[v][stage.column_of[j]] = part.element[v][c];
+    for (int c = 0; c < RUN_AHEAD; ++c) {
+        if (first + c * 32 < count) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) stage.update[v][column[c]] = part.element[v][c];
         }
     }
 }
@@ -310,26 +315,25 @@ __device__ __forceinline__ void column_piece(const update_entry& e, const update
     d3_vector<WD, N> old[V];
     float gain[V];
     uint32_t u[V][4];
-    const run_part<V, TILE> part = fetch_run<V, TILE>(o, o_jump, 0, p.columns.count);
+    const run_part<V> part = fetch_run<V>(o, o_jump, 0, p.columns.count);
     if (p.mine) {
 #pragma unroll
         for (int v = 0; v < V; ++v) old[v] = d3_fetch<WD, N, false>(w + v * w_jump);
     }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        gain[v] = p.factor ? d3_mul(p.gain, p.factor[row + v * D3_WARPS]) : p.gain;
-    }
-    stage_run<V, TILE>(part, stage, 0, p.columns.count);
-#pragma unroll 1
-    for (uint32_t j = part.AHEAD * 32; j < p.columns.count; j += part.AHEAD * 32) {
-        const run_part<V, TILE> more = fetch_run<V, TILE>(o, o_jump, j, p.columns.count);
-        stage_run<V, TILE>(more, stage, j, p.columns.count);
-    }
-    if constexpr (ROUNDING == WHOLE) {
+    if constexpr (ROUNDING == WHOLE) { /* while the loads are under way */
         uint64_t blocks[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) blocks[v] = (uint64_t)(at + v * at_jump) >> 3;
         d3_random_vectors<V>(e.seed, s.step, e.param_id, blocks, u);
+    }
+    stage_run<V, TILE>(part, stage, 0, p.columns.count);
+#pragma unroll 1
+    for (uint32_t j = RUN_AHEAD * 32; j < p.columns.count; j += RUN_AHEAD * 32) {
+        stage_run<V, TILE>(fetch_run<V>(o, o_jump, j, p.columns.count), stage, j, p.columns.count);
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        gain[v] = p.factor ? d3_mul(p.gain, p.factor[row + v * D3_WARPS]) : p.gain;
     }
     __syncwarp();
     if (p.mine) {
@@ -367,11 +371,14 @@ __device__ __forceinline__ void column_rows(const update_entry& e, const update_
     for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
         column_piece<WD, OD, V, ROUNDING>(e, s, p, row, stage);
     }
-    if (V > 1 && row < end) column_piece<WD, OD, 1, ROUNDING>(e, s, p, row, stage);
+    if constexpr (V > 1) {
+#pragma unroll 1
+        for (; row < end; row += D3_WARPS) column_piece<WD, OD, 1, ROUNDING>(e, s, p, row, stage);
+    }
 }
 
 template <int WD, int OD>
-__global__ void __launch_bounds__(D3_THREADS, 4)
+__global__ void __launch_bounds__(D3_THREADS, 3)
     update_columns_kernel(const __grid_constant__ update_table table) {
     constexpr int N = d3_width(WD), TILE = 32 * N;
     const uint32_t index = d3_find(table, blockIdx.x);
@@ -406,10 +413,10 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
         p.mine = held == N && !(s.skips && p.columns.mask == 0);
         p.o += ((int64_t)p.columns.slot + threadIdx.x % 32) * o_size;
         if (!s.stochastic) {
-            column_rows<WD, OD, 2, NEAREST>(e, s, p, begin, end, stage);
+            column_rows<WD, OD, ROWS_AHEAD, NEAREST>(e, s, p, begin, end, stage);
         } else if constexpr (N == 8) {
             if (e.index_col == 1 && ((at | e.index_row) & 7) == 0) {
-                column_rows<WD, OD, 2, WHOLE>(e, s, p, begin, end, stage);
+                column_rows<WD, OD, ROWS_AHEAD, WHOLE>(e, s, p, begin, end, stage);
             } else {
                 column_rows<WD, OD, 1, GENERAL>(e, s, p, begin, end, stage);
             }
@@ -485,7 +492,7 @@ static d3_work prepare(const dion3_update_item* it, update_entry* e, char** work
     }
     if (vectors) work.kernel = 2 * it->weight.dtype + (it->update.dtype == DION3_BF16);
     const int width = vectors ? lead : 1;
-    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width);
+    work.blocks = d3_deal_rows(&e->rows, it->batch, rows, cols, width, 2, 1);
     if (columns && work.blocks != D3_TOO_LARGE) {
         const uint64_t strips = ((uint64_t)rows + STRIP_ROWS - 1) / STRIP_ROWS;
         const uint64_t tile = (uint64_t)(32 * width);
