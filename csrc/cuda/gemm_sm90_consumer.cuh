@@ -101,8 +101,7 @@ PTX_FN float2 unpack(uint32_t packed) {
         pair.x = __uint_as_float(packed << 16);
         pair.y = __uint_as_float(packed & 0xFFFF0000u);
     } else {
-        const __half2_raw raw = {(unsigned short)packed, (unsigned short)(packed >> 16)};
-        pair = __half22float2(raw);
+        pair = __half22float2(*(const __half2*)&packed); /* whole: halves apart are taken apart and packed */
     }
     return pair;
 }
