@@ -9,6 +9,8 @@ PY ?= python3
 BUILD_DIR ?= build
 DION3_BUILD ?= auto
 DION3_CUDA_ARCHS ?= 80 90 100 120
+# What cuda-check compiles for, besides sm_90a.
+CUDA_CHECK_ARCHS ?= 80 86 89 90 100 120
 NVCC ?= $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 LIB := $(BUILD_DIR)/libdion3.a
@@ -71,12 +73,19 @@ $(BUILD_DIR)/obj/%.cu.o: csrc/%.cu $(BUILD_DIR)/cu-flags.txt
 	@! grep -E 'C7[56][0-9][0-9]|[^0-9][1-9][0-9]* bytes spill' $@.log || { rm -f $@; exit 1; }
 
 gencode = $(if $(findstring _sm90,$(1)),-gencode arch=compute_90a$(,)code=sm_90a -Xptxas -v$(,)--warn-on-spills,$(generic_gencode))
-generic_gencode = $(foreach a,$(DION3_CUDA_ARCHS),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
+# Two architectures of a file at a time: one file takes most of the compilation.
+generic_gencode = --threads 2 $(foreach a,$(DION3_CUDA_ARCHS),-gencode arch=compute_$(a)$(,)code=sm_$(a)) \
     -gencode arch=compute_$(lowest_arch)$(,)code=compute_$(lowest_arch)
 lowest_arch = $(firstword $(DION3_CUDA_ARCHS))
 , := ,
 
-cuda-check: $(if $(NVCC),$(CU_OBJECTS),no-nvcc) ## compile all CUDA files; a register spill in a Hopper kernel is an error
+# In a folder of its own, so that objects for other architectures are not made again.
+cuda-check: $(if $(NVCC),,no-nvcc) ## compile all CUDA files for every architecture; a spill in a Hopper kernel is an error
+	+$(MAKE) --no-print-directory -f csrc/build.mk cuda-objects BUILD_DIR=$(BUILD_DIR)/check \
+	    DION3_CUDA_ARCHS="$(CUDA_CHECK_ARCHS)"
+
+.PHONY: cuda-objects
+cuda-objects: $(CU_OBJECTS)
 
 .PHONY: no-nvcc
 no-nvcc:

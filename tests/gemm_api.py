@@ -207,8 +207,13 @@ torch rounds up no further, so that nothing need be mapped behind it."""
 END_ELEMENTS = 12 * 2**20 // 2
 
 
-def place(values: Tensor, layout: str, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """values (batch, rows, cols) in that layout, and the whole buffer, NaN elsewhere."""
+def place(
+    values: Tensor,
+    layout: str,
+    device: torch.device | None = None,
+    beside: float = float("nan"),
+) -> tuple[Tensor, Tensor]:
+    """values (batch, rows, cols) in that layout, and the whole buffer, `beside` elsewhere."""
     batch, rows, cols = values.shape
     wide, high = (cols + 7) // 8 * 8 + 8, (rows + 7) // 8 * 8
     buffer_shape = {
@@ -220,9 +225,7 @@ def place(values: Tensor, layout: str, device: torch.device | None = None) -> tu
         "offset": (batch * rows * (cols + 3) + 1,),
         "end": (END_ELEMENTS,),
     }[layout]
-    buffer = torch.full(
-        buffer_shape, float("nan"), dtype=values.dtype, device=device or values.device
-    )
+    buffer = torch.full(buffer_shape, beside, dtype=values.dtype, device=device or values.device)
     view = {
         "dense": lambda: buffer,
         "padded": lambda: buffer[:, :, :cols],
@@ -293,8 +296,11 @@ def program(
     return result
 
 
-def newton_schulz(pairs: Sequence[tuple[Tensor, Tensor]], p: CProgram, share: float = 1.0) -> None:
-    """Run stacks (x, out), both (batch, rows, cols), with that share of the workspace they ask for."""
+def newton_schulz(
+    pairs: Sequence[tuple[Tensor, Tensor]], p: CProgram, share: float = 1.0, fill: int = 255
+) -> None:
+    """Run stacks (x, out), both (batch, rows, cols), with that share of the workspace they ask for, each
+    byte of which is `fill` before: NaN, by default."""
     lib = library()
     stacks = (CStack * len(pairs))(*[CStack(describe(x), describe(o), *x.shape) for x, o in pairs])
     least = ctypes.c_size_t()
@@ -302,10 +308,10 @@ def newton_schulz(pairs: Sequence[tuple[Tensor, Tensor]], p: CProgram, share: fl
         stacks, len(pairs), ctypes.byref(p), ctypes.byref(least)
     )
     size = max(least.value, int(share * size))
-    workspace = torch.full((size + 64,), 255, dtype=torch.uint8, device=DEVICE)
+    workspace = torch.full((size + 64,), fill, dtype=torch.uint8, device=DEVICE)
     succeed(
         lib.dion3_newton_schulz_cuda(
             stacks, len(pairs), ctypes.byref(p), workspace.data_ptr(), size, stream()
         )
     )
-    assert bool((workspace[size:] == 255).all()), "written behind the workspace"
+    assert bool((workspace[size:] == fill).all()), "written behind the workspace"

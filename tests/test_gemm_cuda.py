@@ -315,6 +315,17 @@ def test_lists_of_products_with_all_terms(backend):
             assert torch.equal(d, alone), "a list changes bits"
 
 
+@pytest.mark.parametrize("layout", ["padded", "columns", "odd columns", "offset"])
+def test_what_lies_beside_an_operand_does_not_reach_the_result(layout, backend, symmetric):
+    """Rows end within 16 bytes that a copy would take whole: NaN and Inf there times zero are NaN."""
+    for m, n, k in [(1, 9, 17), (9, 1, 7), (65, 131, 33), (129, 70, 263), (300, 259, 71)]:
+        p = Product(symmetric, 2, m, n, k, layouts=(layout,) * 3 + ("dense",), beta=0.5)
+        first = p.check(backend).clone()
+        for beside in (float("inf"), 0.0):
+            p.a, p.b, p.c = (api.place(t, layout, beside=beside)[0] for t in (p.a, p.b, p.c))
+            assert torch.equal(p.run(backend), first), (p.what, beside)
+
+
 # ---- special values ----------------------------------------------------------------------------------
 
 

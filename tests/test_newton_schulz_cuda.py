@@ -189,6 +189,17 @@ def test_grouped_equals_single_in_lists_and_in_parts(dtype, backend):
         assert x.size(0) == 0 or error(a, exact(x)) < 0.02, x.shape
 
 
+@pytest.mark.parametrize("shape", [(2, 7, 9), (3, 33, 65), (2, 131, 300), (2, 301, 130)])
+def test_what_the_workspace_held_does_not_reach_the_result(shape, backend):
+    """Rows of workspace are padded and nobody writes the padding: NaN there times zero is NaN."""
+    x, p = randn(*shape), api.program(DEFAULT, backend=number(backend))
+    poisoned, zeroed = (api.poisoned(shape, torch.float16)[0] for _ in range(2))
+    api.newton_schulz([(x, poisoned)], p, fill=255)
+    api.newton_schulz([(x, zeroed)], p, fill=0)
+    assert torch.equal(poisoned, zeroed)
+    assert error(poisoned, exact(x)) < 0.02
+
+
 @pytest.mark.parametrize("shape", [(24, 100), (65, 200), (300, 700)])
 def test_batch_size_and_place_change_no_bit(shape, backend):
     x = randn(67, *shape)

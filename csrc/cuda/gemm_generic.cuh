@@ -2,16 +2,17 @@
  * gemm_generic.cuh - the matrix products of gemm.h for every card from sm_80.
  *
  * D = alpha A op(B) + beta C + gamma E + delta I over lists of batches; fp16 or bf16, fp32 accumulation.
- * Tiling: one block computes a TILE x TILE piece of D (128 with 8 warps of 64 x 32, or 64 with 4 warps
+ * Tiling: one block computes a TILE x TILE piece of D (128 with 4 warps of 64 x 64, or 64 with 4 warps
  *   of 32 x 32), k in steps of 64 through a ring of 3 stages filled by cp.async; ldmatrix reads either
- *   major (the transposing form where the contiguous dimension is not k), mma.sync multiplies. The
+ *   major (the transposing form where the contiguous dimension is not k) 16 k ahead of mma.sync. The
  *   symmetric product visits the tiles of the lower triangle; the epilogue goes through shared memory in
  *   fp32, so that the direct and the mirrored store both write 16 bytes a thread and round the same value.
  * Roof: tensor cores from n of about 1000; 2 m n k FLOP (half of it symmetric) against
  *   2 (m k + n k + m n) bytes.
  * Constraints: none on sizes, strides and alignment. An operand without a unit stride, or whose rows do
- *   not begin at multiples of 16 bytes, is read element by element. The order of the additions over k
- *   does not depend on tile, alignment or batch: neither does any bit of the result.
+ *   not begin at multiples of 16 bytes, is read element by element, and so is the last chunk of a row that
+ *   has less than eight elements: nothing outside of the operands is read. The order of the additions over
+ *   k does not depend on tile, alignment or batch: neither does any bit of the result.
  * Source: PTX ISA, mma.sync.m16n8k16 fragment layout; kernels follow the scheme of its ldmatrix figures.
  */
 #ifndef DION3_GEMM_GENERIC_CUH
@@ -61,18 +62,20 @@ static_assert(sizeof(launch_table) <= 4096, "kernel parameters beyond 4 KB slow 
 
 template <int TILE>
 struct shape {
-    static constexpr int WARPS = TILE == 128 ? 8 : 4;
-    static constexpr int THREADS = WARPS * 32;
-    static constexpr int WARP_M = TILE / 2;
-    static constexpr int WARP_N = 32;
-    static constexpr int FRAGS_M = WARP_M / 16;
+    static constexpr int WARP = TILE / 2; /* a warp computes WARP x WARP */
+    static constexpr int THREADS = 4 * 32;
+    static constexpr int FRAGS_M = WARP / 16;
+    static constexpr int FRAGS_N = WARP / 8;
     static constexpr int CHUNKS = TILE * BLOCK_K / 8 / THREADS; /* 16-byte chunks a thread copies */
     static constexpr int OPERAND_BYTES = TILE * BLOCK_K * 2;
     static constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
-    static constexpr int PITCH = TILE + 4; /* floats between rows of the epilogue's tile */
+    static constexpr int PITCH = TILE + 8; /* floats between rows of the epilogue's tile */
     static constexpr int SHARED_BYTES =
         STAGES * STAGE_BYTES > TILE* PITCH * 4 ? STAGES* STAGE_BYTES : TILE* PITCH * 4;
 };
+
+template <int TILE>
+using accumulators = float[shape<TILE>::FRAGS_M][shape<TILE>::FRAGS_N][4];
 
 /* ---- operands: global to shared memory ----------------------------------------------------------
  * A k-major stage is TILE rows of 64 k, an mn-major stage 64 k-rows of TILE elements; the 16-byte chunks
@@ -81,10 +84,10 @@ struct shape {
 template <int TILE, bool MN_MAJOR>
 struct loader {
     static constexpr int PER_ROW = (MN_MAJOR ? TILE : BLOCK_K) / 8;
-    static constexpr int STEP = shape<TILE>::THREADS / PER_ROW;
-    const char* pointer;
-    int64_t row_bytes,
-        advance_bytes; /* from one of the thread's chunks to the next; from the last to the next stage's first */
+    static constexpr int STEP = shape<TILE>::THREADS / PER_ROW, CHUNKS = shape<TILE>::CHUNKS;
+    const char* pointer; /* the thread's first chunk of the next stage */
+    int64_t row_bytes;   /* from one of its chunks to the next */
+    int64_t step_bytes;  /* from one stage to the next */
     int64_t element_bytes;
     int32_t rows_left, chunk_left; /* valid rows and elements, counted from the thread's first chunk */
     uint32_t target;
@@ -98,41 +101,54 @@ struct loader {
             batch * s.batch_stride + mn0 * s.mn_stride + row * row_stride + chunk * 8 * chunk_stride;
         pointer = (const char*)s.data + 2 * first;
         row_bytes = 2 * STEP * row_stride;
+        step_bytes = 2 * BLOCK_K * s.k_stride;
         element_bytes = 2 * chunk_stride;
-        advance_bytes = 2 * BLOCK_K * s.k_stride - shape<TILE>::CHUNKS * row_bytes;
         rows_left = (MN_MAJOR ? k_size : mn_left) - row;
         chunk_left = (MN_MAJOR ? mn_left : k_size) - chunk * 8;
         target = row * PER_ROW * 16 + ((chunk ^ (row & 7)) << 4);
+        ptx80_keep(row_bytes);
+        ptx80_keep(step_bytes);
+        ptx80_keep(rows_left);
+        ptx80_keep(target);
     }
 
     /* Eight elements one by one, zeros from the left-th on. */
-    __device__ __forceinline__ void copy_elements(uint32_t to, int left) const {
+    __device__ __forceinline__ void copy_elements(const char* from, uint32_t to, int left) const {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             uint32_t low = 0, high = 0;
-            if (2 * i < left) low = *(const uint16_t*)(pointer + 2 * i * element_bytes);
-            if (2 * i + 1 < left) high = *(const uint16_t*)(pointer + (2 * i + 1) * element_bytes);
+            if (2 * i < left) low = *(const uint16_t*)(from + 2 * i * element_bytes);
+            if (2 * i + 1 < left) high = *(const uint16_t*)(from + (2 * i + 1) * element_bytes);
             words[i] = low | (high << 16);
         }
         ptx80_store_shared16(to, words);
     }
 
+    /* The thread's part of the next stage; behind the last k that is zeros. */
     template <bool VECTOR>
     __device__ __forceinline__ void load(uint32_t stage) {
-        const int in_chunk = min(max(chunk_left, 0), 8);
+        const bool whole = VECTOR && chunk_left >= 8, ragged = !VECTOR || (chunk_left > 0 && !whole);
+        const uint32_t to = stage + target;
+        if (VECTOR) {
+            const char* from = pointer;
 #pragma unroll
-        for (int i = 0; i < shape<TILE>::CHUNKS; ++i) {
-            const int left = i * STEP < rows_left ? in_chunk : 0;
-            const uint32_t to = stage + target + i * STEP * PER_ROW * 16;
-            if (VECTOR) {
-                ptx80_cp_async16(to, pointer, 2 * left);
-            } else {
-                copy_elements(to, left);
+            for (int i = 0; i < CHUNKS; ++i) {
+                if (!ragged) {
+                    ptx80_cp_async16(to + i * STEP * PER_ROW * 16, from, whole && i * STEP < rows_left);
+                }
+                from += row_bytes;
             }
-            pointer += row_bytes;
         }
-        pointer += advance_bytes;
+        if (ragged) {
+            const char* from = pointer;
+#pragma unroll(VECTOR ? 1 : 2)
+            for (int i = 0; i < CHUNKS; ++i) {
+                copy_elements(from, to + i * STEP * PER_ROW * 16, i * STEP < rows_left ? chunk_left : 0);
+                from += row_bytes;
+            }
+        }
+        pointer += step_bytes;
         (MN_MAJOR ? rows_left : chunk_left) -= BLOCK_K;
     }
 };
@@ -151,6 +167,7 @@ struct reader {
         const int k8 = mn_high ? lane >> 4 : (lane >> 3) & 1;
         base = MN_MAJOR ? (k8 * 8 + x) * TILE * 2 + (((mn0 / 8 + mn8) ^ x) << 4)
                         : (mn0 + mn8 * 8 + x) * 128 + ((k8 ^ x) << 4);
+        ptx80_keep(base);
     }
 
     __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t stage, int mn, int k) const {
@@ -158,6 +175,33 @@ struct reader {
             ptx80_ldmatrix_x4_trans(fragment, stage + (base ^ (mn * 32)) + k * 16 * TILE * 2);
         } else {
             ptx80_ldmatrix_x4(fragment, stage + (base ^ (k * 32)) + mn * 16 * 128);
+        }
+    }
+};
+
+/* What a warp multiplies for 16 k. */
+template <int TILE, bool A_MN, bool B_MN>
+struct fragments {
+    uint32_t a[shape<TILE>::FRAGS_M][4], b[shape<TILE>::FRAGS_N / 2][4];
+
+    __device__ __forceinline__ void read(const reader<TILE, A_MN>& read_a, const reader<TILE, B_MN>& read_b,
+                                         uint32_t stage, int k) {
+#pragma unroll
+        for (int i = 0; i < shape<TILE>::FRAGS_N / 2; ++i) {
+            read_b.read(b[i], stage + shape<TILE>::OPERAND_BYTES, i, k);
+        }
+#pragma unroll
+        for (int i = 0; i < shape<TILE>::FRAGS_M; ++i) read_a.read(a[i], stage, i, k);
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void multiply(accumulators<TILE>& acc) const {
+#pragma unroll
+        for (int i = 0; i < shape<TILE>::FRAGS_M; ++i) {
+#pragma unroll
+            for (int j = 0; j < shape<TILE>::FRAGS_N; ++j) {
+                ptx80_mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
+            }
         }
     }
 };
@@ -174,24 +218,26 @@ __device__ __forceinline__ float to_float<__nv_bfloat16>(uint32_t bits) {
     return __uint_as_float(bits << 16);
 }
 
-/* v[j] += factor * x[j] for the columns col + j below limit. */
-template <typename T>
-__device__ __forceinline__ void add_scaled(float (&v)[8], float factor, const addend& x, int64_t batch,
-                                           int64_t row, int64_t col, int limit) {
+/* Eight columns of C or E from col on, those from the limit-th on zero. */
+__device__ __forceinline__ uint4 load8(const addend& x, int64_t batch, int64_t row, int64_t col, int limit) {
     const uint16_t* p =
         (const uint16_t*)x.data + batch * x.batch_stride + row * x.row_stride + col * x.col_stride;
-    if (x.vector && limit == 8) {
-        const uint4 raw = *(const uint4*)p;
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    if (x.vector && limit == 8) return *(const uint4*)p;
+    uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            v[j] = fmaf(factor, to_float<T>(words[j / 2] >> (j % 2 * 16) & 0xffffu), v[j]);
-        }
-    } else {
+    for (int j = 0; j < 8; ++j) {
+        if (j < limit) words[j / 2] |= (uint32_t)p[j * x.col_stride] << (j % 2 * 16);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+/* v[j] += factor * x[j] */
+template <typename T>
+__device__ __forceinline__ void add_scaled(float (&v)[8], float factor, uint4 x) {
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (j < limit) v[j] = fmaf(factor, to_float<T>(p[j * x.col_stride]), v[j]);
-        }
+    for (int j = 0; j < 8; ++j) {
+        v[j] = fmaf(factor, to_float<T>(words[j / 2] >> (j % 2 * 16) & 0xffffu), v[j]);
     }
 }
 
@@ -227,33 +273,56 @@ __device__ __forceinline__ int tile_offset(int row, int col) {
     return row * shape<TILE>::PITCH + (col ^ (((row >> 3) & 3) << 3));
 }
 
+/* Units of eight columns that a thread has under way at a time, so that their latencies overlap. */
+constexpr int BATCH = 4;
+
 /* Adds the other terms to the accumulators in shared memory and stores the tile, of the symmetric product
- * what is on or below the diagonal; the finished fp32 values stay in shared memory for the mirrored store. */
+ * what is on or below the diagonal; its finished fp32 values stay in shared memory for the mirrored store. */
 template <typename T, int TILE>
 __device__ __forceinline__ void store_direct(float* tile, const group& g, int symmetric, int64_t batch,
                                              int64_t row0, int64_t col0) {
     float alpha = g.alpha, beta = g.beta;
     if (g.alpha_device) alpha *= g.alpha_device[batch];
     if (g.beta_device) beta *= g.beta_device[batch];
-    for (int u = threadIdx.x; u < TILE * TILE / 8; u += shape<TILE>::THREADS) {
-        const int r = u / (TILE / 8), c = u % (TILE / 8) * 8;
-        const int64_t row = row0 + r, col = col0 + c;
-        const int limit = (int)min((int64_t)8, g.n - col);
-        if (row >= g.m || limit <= 0 || (symmetric && col > row)) continue;
-        float4* staged = (float4*)(tile + tile_offset<TILE>(r, c));
-        const float4 low = staged[0], high = staged[1];
-        float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll 1
+    for (int first = threadIdx.x; first < TILE * TILE / 8; first += BATCH * shape<TILE>::THREADS) {
+        uint4 terms[2][BATCH] = {};
+        int64_t rows[BATCH], cols[BATCH];
+        int limits[BATCH];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] *= alpha;
-        if (g.beta != 0.0f) add_scaled<T>(v, beta, g.c, batch, row, col, limit);
-        if (g.gamma != 0.0f) add_scaled<T>(v, g.gamma, g.e, batch, row, col, limit);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (row == col + j) v[j] += g.delta;
+        for (int i = 0; i < BATCH; ++i) {
+            const int u = first + i * shape<TILE>::THREADS;
+            rows[i] = row0 + u / (TILE / 8);
+            cols[i] = col0 + u % (TILE / 8) * 8;
+            limits[i] = rows[i] >= g.m || (symmetric && cols[i] > rows[i])
+                            ? 0
+                            : (int)max((int64_t)0, min((int64_t)8, g.n - cols[i]));
+            if (limits[i] == 0) continue;
+            if (g.beta != 0.0f) terms[0][i] = load8(g.c, batch, rows[i], cols[i], limits[i]);
+            if (g.gamma != 0.0f) terms[1][i] = load8(g.e, batch, rows[i], cols[i], limits[i]);
         }
-        store8(v, g, batch, row, col, 0, symmetric ? (int)min((int64_t)limit, row - col + 1) : limit);
-        staged[0] = make_float4(v[0], v[1], v[2], v[3]);
-        staged[1] = make_float4(v[4], v[5], v[6], v[7]);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (limits[i] == 0) continue;
+            float4* staged =
+                (float4*)(tile + tile_offset<TILE>((int)(rows[i] - row0), (int)(cols[i] - col0)));
+            const float4 low = staged[0], high = staged[1];
+            float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] *= alpha;
+            if (g.beta != 0.0f) add_scaled<T>(v, beta, terms[0][i]);
+            if (g.gamma != 0.0f) add_scaled<T>(v, g.gamma, terms[1][i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                if (rows[i] == cols[i] + j) v[j] += g.delta;
+            }
+            store8(v, g, batch, rows[i], cols[i], 0,
+                   symmetric ? (int)min((int64_t)limits[i], rows[i] - cols[i] + 1) : limits[i]);
+            if (symmetric) {
+                staged[0] = make_float4(v[0], v[1], v[2], v[3]);
+                staged[1] = make_float4(v[4], v[5], v[6], v[7]);
+            }
+        }
     }
 }
 
@@ -261,17 +330,26 @@ __device__ __forceinline__ void store_direct(float* tile, const group& g, int sy
 template <int TILE>
 __device__ __forceinline__ void store_mirrored(const float* tile, const group& g, int64_t batch, int64_t row0,
                                                int64_t col0) {
-    for (int u = threadIdx.x; u < TILE * TILE / 8; u += shape<TILE>::THREADS) {
-        /* A warp takes 8 columns by 4 x 8 rows: 64 bytes in a row of D at a time. */
-        const int block = u / 32, lane = u % 32;
-        const int r = (block % (TILE / 32) * 4 + (lane & 3)) * 8, c = block / (TILE / 32) * 8 + (lane >> 2);
-        const int64_t row = row0 + r, col = col0 + c;
-        const int limit = (int)min((int64_t)8, g.m - row);
-        if (col >= g.n || limit <= 0 || col >= row + 7) continue;
-        float v[8];
+#pragma unroll 1
+    for (int first = threadIdx.x; first < TILE * TILE / 8; first += BATCH * shape<TILE>::THREADS) {
+        float v[BATCH][8];
+        int r[BATCH], c[BATCH];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = tile[tile_offset<TILE>(r + j, c)];
-        store8(v, g, batch, col, row, (int)max((int64_t)0, col - row + 1), limit);
+        for (int i = 0; i < BATCH; ++i) {
+            /* A warp takes 8 columns by 4 x 8 rows: 64 bytes in a row of D at a time. */
+            const int u = first + i * shape<TILE>::THREADS, block = u / 32, lane = u % 32;
+            r[i] = (block % (TILE / 32) * 4 + (lane & 3)) * 8;
+            c[i] = block / (TILE / 32) * 8 + (lane >> 2);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] = tile[tile_offset<TILE>(r[i] + j, c[i])];
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int64_t row = row0 + r[i], col = col0 + c[i];
+            const int limit = (int)min((int64_t)8, g.m - row);
+            if (col >= g.n || limit <= 0 || col >= row + 7) continue;
+            store8(v[i], g, batch, col, row, (int)max((int64_t)0, col - row + 1), limit);
+        }
     }
 }
 
@@ -308,52 +386,50 @@ __device__ __forceinline__ const group& locate(const launch_table& table, int64_
  * stored k-major whatever their strides). */
 enum { A_MN_MAJOR = 1, B_MN_MAJOR = 2, ELEMENTS = 4, LAYOUTS = 5 };
 
-template <typename T, int TILE, int LAYOUT>
-__device__ __forceinline__ void main_loop(float (&acc)[shape<TILE>::FRAGS_M][4][4], const group& g,
-                                          const position& at, uint32_t base, bool active) {
+/* MULTIPLY: whether this warp has anything to multiply; all warps copy and meet at the barriers. */
+template <typename T, int TILE, int LAYOUT, bool MULTIPLY>
+__device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& g, const position& at,
+                                          uint32_t ring, int warp_row, int warp_col) {
     using S = shape<TILE>;
     constexpr bool A_MN = LAYOUT & A_MN_MAJOR, B_MN = LAYOUT & B_MN_MAJOR, VECTOR = LAYOUT != ELEMENTS;
-    const int warp = threadIdx.x >> 5;
+    constexpr int LAST = BLOCK_K / 16 - 1;
     loader<TILE, A_MN> load_a(g.a, at.batch, at.row0, g.m, g.k);
     loader<TILE, B_MN> load_b(g.b, at.batch, at.col0, g.n, g.k);
-    const reader<TILE, A_MN> read_a((warp & 1) * S::WARP_M, true);
-    const reader<TILE, B_MN> read_b((warp >> 1) * S::WARP_N, false);
+    const reader<TILE, A_MN> read_a(warp_row, true);
+    const reader<TILE, B_MN> read_b(warp_col, false);
     const int steps = (int)(((int64_t)g.k + BLOCK_K - 1) / BLOCK_K);
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) {
-            load_a.template load<VECTOR>(base + s * S::STAGE_BYTES);
-            load_b.template load<VECTOR>(base + s * S::STAGE_BYTES + S::OPERAND_BYTES);
-        }
+    const uint32_t end = ring + STAGES * S::STAGE_BYTES;
+    uint32_t stage = ring, next = ring;
+#pragma unroll 1
+    for (; next < end - S::STAGE_BYTES; next += S::STAGE_BYTES) {
+        load_a.template load<VECTOR>(next);
+        load_b.template load<VECTOR>(next + S::OPERAND_BYTES);
         ptx80_cp_async_commit();
     }
-    uint32_t stage = 0, next = (STAGES - 1) * S::STAGE_BYTES;
+    fragments<TILE, A_MN, B_MN> now[2]; /* of even and odd k / 16: one is read while the other multiplies */
+    ptx80_cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    if (MULTIPLY) now[0].read(read_a, read_b, stage, 0);
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        ptx80_cp_async_wait<STAGES - 2>();
-        __syncthreads(); /* the stage is there for all, and nobody reads the one to be filled any more */
-        if (step + STAGES - 1 < steps) {
-            load_a.template load<VECTOR>(base + next);
-            load_b.template load<VECTOR>(base + next + S::OPERAND_BYTES);
-        }
-        ptx80_cp_async_commit();
-        if (active) {
 #pragma unroll
-            for (int k = 0; k < BLOCK_K / 16; ++k) {
-                uint32_t a[S::FRAGS_M][4], b[2][4];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) read_b.read(b[i], base + stage + S::OPERAND_BYTES, i, k);
-#pragma unroll
-                for (int i = 0; i < S::FRAGS_M; ++i) read_a.read(a[i], base + stage, i, k);
-#pragma unroll
-                for (int i = 0; i < S::FRAGS_M; ++i) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        ptx80_mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
-                    }
-                }
+        for (int k = 0; k <= LAST; ++k) {
+            if (k == LAST) {
+                /* All of this stage has been read: on to the next, which is there for all after the barrier. */
+                ptx80_cp_async_wait<STAGES - 2>();
+                __syncthreads();
+                next = stage;
+                stage = stage + S::STAGE_BYTES == end ? ring : stage + S::STAGE_BYTES;
             }
+            /* Not with the first k, so that multiplications hide the copies' arithmetic. */
+            if (k == 1) load_a.template load<VECTOR>(next);
+            if (k == 2) {
+                load_b.template load<VECTOR>(next + S::OPERAND_BYTES);
+                ptx80_cp_async_commit();
+            }
+            if (MULTIPLY) now[(k + 1) % 2].read(read_a, read_b, stage, k == LAST ? 0 : k + 1);
+            if (MULTIPLY) now[k % 2].template multiply<T>(acc);
         }
-        stage = stage + S::STAGE_BYTES == STAGES * S::STAGE_BYTES ? 0 : stage + S::STAGE_BYTES;
-        next = next + S::STAGE_BYTES == STAGES * S::STAGE_BYTES ? 0 : next + S::STAGE_BYTES;
     }
     ptx80_cp_async_wait<0>();
 }
@@ -363,21 +439,26 @@ __global__ void __launch_bounds__(shape<TILE>::THREADS, LAYOUT == ELEMENTS ? 1 :
     gemm_generic_kernel(const __grid_constant__ launch_table table) {
     using S = shape<TILE>;
     extern __shared__ __align__(1024) unsigned char shared[];
+    uint32_t ring = ptx80_shared(shared);
+    ptx80_keep(ring);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int warp_row = (warp & 1) * S::WARP_M, warp_col = (warp >> 1) * S::WARP_N;
+    const int warp_row = (warp & 1) * S::WARP, warp_col = (warp >> 1) * S::WARP;
     for (int64_t index = blockIdx.x; index < table.tiles; index += gridDim.x) {
         position at;
         const group& g = locate<TILE>(table, index, at);
+        accumulators<TILE> acc = {};
         /* Of a diagonal tile nobody needs what lies wholly above the diagonal. */
-        const bool active = !table.symmetric || at.row0 + warp_row + S::WARP_M > at.col0 + warp_col;
-        float acc[S::FRAGS_M][4][4] = {};
-        main_loop<T, TILE, LAYOUT>(acc, g, at, ptx80_shared(shared), active);
+        if (!table.symmetric || at.row0 + warp_row + S::WARP > at.col0 + warp_col) {
+            main_loop<T, TILE, LAYOUT, true>(acc, g, at, ring, warp_row, warp_col);
+        } else {
+            main_loop<T, TILE, LAYOUT, false>(acc, g, at, ring, warp_row, warp_col);
+        }
         __syncthreads(); /* the epilogue overwrites the stages */
         float* tile = (float*)shared;
 #pragma unroll
         for (int i = 0; i < S::FRAGS_M; ++i) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < S::FRAGS_N; ++j) {
                 const int row = warp_row + i * 16 + lane / 4, col = warp_col + j * 8 + lane % 4 * 2;
                 *(float2*)(tile + tile_offset<TILE>(row, col)) = make_float2(acc[i][j][0], acc[i][j][1]);
                 *(float2*)(tile + tile_offset<TILE>(row + 8, col)) = make_float2(acc[i][j][2], acc[i][j][3]);

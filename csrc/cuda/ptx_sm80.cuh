@@ -13,10 +13,16 @@
 
 PTX80_FN uint32_t ptx80_shared(const void* pointer) { return (uint32_t)__cvta_generic_to_shared(pointer); }
 
-/* Copies bytes (0 to 16) from global memory and fills the rest of the 16 with zeros. With bytes = 0 the
- * source is not accessed. */
-PTX80_FN void ptx80_cp_async16(uint32_t target, const void* source, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
+/* Keeps a value in its register: without this the compiler works addresses out again in every turn of a loop. */
+PTX80_FN void ptx80_keep(int32_t& x) { asm volatile("" : "+r"(x)); }
+PTX80_FN void ptx80_keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+PTX80_FN void ptx80_keep(int64_t& x) { asm volatile("" : "+l"(x)); }
+
+/* Copies 16 bytes from global memory, or writes 16 zeros and does not access the source. (A source of fewer
+ * bytes is possible, but costs four more instructions, and compute-sanitizer takes it for 16.) */
+PTX80_FN void ptx80_cp_async16(uint32_t target, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(valid ? 16 : 0)
                  : "memory");
 }
 
