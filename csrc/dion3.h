@@ -279,7 +279,7 @@ dion3_status dion3_newton_schulz_cuda(const dion3_ns_stack* stacks, int64_t coun
                                       const dion3_ns_program* program, void* workspace,
                                       size_t workspace_bytes, dion3_stream stream);
 
-/* 1 if this library holds kernels for the GPU of that number, 0 if not, or if there is no such GPU. */
+/* 0 if this library holds no kernels for the GPU of that number, or there is no such GPU, else 1. */
 int32_t dion3_cuda_runs_on(int32_t device);
 
 #ifdef __cplusplus

@@ -427,7 +427,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = std::string(TORCH_VERSION);
 #ifdef DION3_WITH_CUDA
     m.attr("cuda") = true;
-    m.def("runs_on", &dion3_cuda_runs_on, pybind11::arg("device"));
+    m.def(
+        "runs_on",
+        [](int32_t device) { /* the guard goes back without making a context where it came from */
+                             const c10::DeviceGuard guard(
+                                 c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
+                             return dion3_cuda_runs_on(device) != 0;
+        },
+        pybind11::arg("device"));
 #else
     m.attr("cuda") = false;
 #endif

@@ -37,15 +37,21 @@ if native is None:
 
 
 @functools.cache
+def _runs_on(index: int) -> bool:
+    return bool(native is not None and native.runs_on(index))
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot look into the native part
 def has_kernels(device: torch.device) -> bool:
-    """Whether the native part runs on this device: not on a GPU of an architecture it was not built for."""
+    """Whether the native part runs on this device: not on a GPU of an architecture it was not built
+    for."""
     if native is None or device.type == "cpu":
         return native is not None
     if device.type != "cuda" or not native.cuda:
         return False
-    return bool(
-        native.runs_on(torch.cuda.current_device() if device.index is None else device.index)
-    )
+    if device.index is not None:
+        return _runs_on(device.index)
+    return torch.cuda.is_available() and _runs_on(torch.cuda.current_device())
 
 
 def build_info() -> dict[str, Any]:

@@ -76,7 +76,8 @@ def is_native(name: str, device: torch.device | str) -> bool:
 
 def _operator(name: str, device: torch.device) -> Callable[..., None]:
     """The operator; on a GPU that the native part was not built for, its plain form."""
-    if build.has_kernels(device) or device.type != "cuda":
+    native_cuda = device.type == "cuda" and getattr(build.native, "cuda", False)
+    if not native_cuda or build.has_kernels(device):
         return getattr(torch.ops.dion3, name)
     return torch.no_grad()(getattr(reference, name))
 

@@ -219,13 +219,14 @@ def print_digest_on_a_side_stream():
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "expandable_segments:False"])
 def test_side_stream_under_either_allocator(setting):
     call = "import test_cuda_graph; test_cuda_graph.print_digest_on_a_side_stream()"
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTORCH_ALLOC_CONF"}
     done = subprocess.run(
         [sys.executable, "-c", call],
         capture_output=True,
         text=True,
         cwd=pathlib.Path(__file__).parent,
         env={
-            **os.environ,
+            **inherited,
             "PYTORCH_CUDA_ALLOC_CONF": setting,
             "PYTHONPATH": os.pathsep.join(sys.path),
         },

@@ -236,14 +236,27 @@ dion3_status dion3_select_cuda(const dion3_select_item* items, int64_t count, vo
     return d3_launch("dion3_select", items, count, prepare, kernels, SELECT_THREADS, workspace, stream);
 }
 
-/* All files are compiled for the same architectures, so any kernel answers for all. */
+/* All files are compiled for the same architectures, so any kernel answers for all. Only what says that there is
+ * no code for this GPU counts: a lack of memory, or an error of an earlier launch, is for the launch to report. */
 int32_t dion3_cuda_runs_on(int32_t device) {
     int before;
     cudaFuncAttributes attributes;
     if (cudaGetDevice(&before) != cudaSuccess) return 0;
-    const int32_t runs = cudaSetDevice(device) == cudaSuccess &&
-                         cudaFuncGetAttributes(&attributes, (const void*)select_kernel) == cudaSuccess;
-    (void)cudaSetDevice(before);
-    (void)cudaGetLastError();
-    return runs;
+    cudaError_t error = before == device ? cudaSuccess : cudaSetDevice(device);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, (const void*)select_kernel);
+    if (before != device) (void)cudaSetDevice(before);
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorInvalidDevice:
+    case cudaErrorNoDevice:
+        return 0;
+    default:
+        return 1;
+    }
 }

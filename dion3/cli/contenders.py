@@ -153,7 +153,8 @@ def updates(shape: tuple[int, int], layers: int, device: torch.device) -> list[C
     k = (rows + 3) // 4
     weights = [torch.randn(shape, device=device).bfloat16() for _ in range(layers)]
     chosen = [torch.randperm(rows, device=device)[:k].sort().values for _ in weights]
-    update = [torch.randn(k, cols, device=device) for _ in weights]
+    dtype = torch.float16 if device.type == "cuda" else torch.float32  # of Newton-Schulz there
+    update = [torch.randn(k, cols, device=device, dtype=dtype) for _ in weights]
     slots = []
     for indices in chosen:
         slots.append(torch.full((rows,), -1, dtype=torch.int32, device=device))
@@ -173,7 +174,7 @@ def updates(shape: tuple[int, int], layers: int, device: torch.device) -> list[C
 
     def torchs(weights: list[torch.Tensor], stochastic: bool) -> None:
         for weight, indices, o in zip(weights, chosen, update, strict=True):
-            x = weight.float().mul_(decay).index_add_(0, indices, o, alpha=-lr)
+            x = weight.float().mul_(decay).index_add_(0, indices, o.float(), alpha=-lr)
             if stochastic:
                 bits = torch.randint(1 << 16, shape, dtype=torch.int32, device=device)
                 x = (x.view(torch.int32) + bits).bitwise_and_(-1 << 16).view(torch.float32)
