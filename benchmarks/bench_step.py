@@ -33,7 +33,16 @@ from collections.abc import Callable, Iterable
 import torch
 
 import dion3
-from benchmarks.harness import Ceilings, Table, arguments, ceilings, clocks, header, rotate
+from benchmarks.harness import (
+    Ceilings,
+    Table,
+    arguments,
+    ceilings,
+    clocks,
+    gather_elements,
+    header,
+    rotate,
+)
 from dion3.demo.train import state_bytes
 from dion3.layout import ROWS
 from dion3.plan import Item, NSConfig
@@ -155,13 +164,12 @@ def least_bytes(item: Item, momentum: int, muon: bool) -> float:
     piece, weight = item.piece, item.parameter.element_size()
     elements = piece.batch * piece.rows * piece.cols
     chosen = piece.batch * piece.update_shape[0] * piece.update_shape[1]
-    read = float(chosen)
-    if piece.axis != ROWS:  # every 32-byte sector that holds a selected column
-        read = elements * (1 - (1 - chosen / elements) ** (32 // momentum))
+    rows = piece.axis == ROWS
+    read, written = gather_elements(elements, chosen, momentum, rows)
     update = chosen * item.config.dtype.itemsize
-    gather = (momentum if muon else 2 * momentum) * read + update
+    gather = momentum * (read if muon else read + written) + update
     if item.options.nesterov:
-        gather += weight * read
+        gather += weight * gather_elements(elements, chosen, weight, rows)[0]
     neuron = update if item.options.neuron_norm else 0
     return (2 * momentum + weight) * elements + gather + neuron + 2 * weight * elements + update
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Table, arguments, clocks, header, rotate
+from benchmarks.harness import Table, arguments, clocks, gather_elements, header, rotate
 from dion3 import ops
 
 # name: (tensors, shape of each)
@@ -114,16 +114,11 @@ class Case:
         elements = count * math.prod(shape)
         chosen, slices = count * math.prod(part), count * math.prod(lead) * n
         size = momentum.itemsize
-
-        def pieces(of: int) -> int:  # elements in those pieces of so many bytes that are needed
-            return (
-                chosen if axis == 0 else round(elements * (1.0 - (1.0 - fraction) ** (of // size)))
-            )
-
+        read, written = gather_elements(elements, chosen, size, axis == 0)
         moved = {
             "momentum": (2 * size + 2) * elements,
             "select": 16 * slices + 4 * slices + 4 * slices * k // n,
-            "gather": size * (pieces(64) + pieces(32)) + 2 * chosen,  # reads take 64 bytes
+            "gather": round(size * (read + written)) + 2 * chosen,
             "neuron": 2 * chosen,
             "update": 4 * elements + 2 * chosen,
             "adamw": (6 + 4 * size) * elements,

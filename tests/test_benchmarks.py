@@ -74,6 +74,16 @@ def test_bytes_of_the_floor(make, least):
     assert bench_step.floor_ms(optimizer, limits) == least * 2 * 16 * 64
 
 
+@pytest.mark.parametrize(
+    ("size", "read", "written"), [(2, 1 - 0.75**32, 1 - 0.75**16), (4, 1 - 0.75**16, 1 - 0.75**8)]
+)
+def test_a_gather_of_columns_moves_whole_pieces_of_memory(size, read, written):
+    assert harness.gather_elements(400, 100, size, True) == (100, 100)
+    found = harness.gather_elements(400, 100, size, False)
+    assert found == pytest.approx((400 * read, 400 * written))
+    assert harness.gather_elements(400, 400, size, False) == (400, 400)
+
+
 def test_a_result_fills_its_part_of_the_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     images = tmp_path / "docs" / "images"
