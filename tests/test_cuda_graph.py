@@ -196,7 +196,7 @@ def test_no_host_synchronisation():
 
 def digest_of_a_run():
     """Six steps whose gradients go, and are overwritten, while the step may still run."""
-    params, optimizer = build(dion3.Dion3, torch.bfloat16, True, fraction=0.5, nesterov=True)
+    params, optimizer = build(dion3.Dion3, torch.bfloat16, True, fraction=0.5)
     for step in range(6):
         set_grads(params, step)
         optimizer.step()

@@ -237,6 +237,7 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
         out->k_steps = 1;
         out->k_first = D3_BLOCK_K;
         out->a_is_b = 0;
+        out->alpha = 1.0f;
         out->alpha_device = NULL;
     }
     out->order.batch = (uint32_t)g->batch;

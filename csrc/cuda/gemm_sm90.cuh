@@ -81,7 +81,7 @@ PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& s
         int steps = 0;
         if (wave > 0 && ends == 0) found = find_tile<Config>(params, wave, tile.group, tile);
         if (found) {
-            steps = params.group[tile.group].k_steps;
+            steps = params.group[tile.group].operands + params.group[tile.group].k_steps;
         } else {
             tile.group = -1;
             ends += 1;
@@ -125,6 +125,23 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     ring_next<Config>(ring);
 }
 
+/* C or E of a tile into the ring's next stage: four blocks of 64 x 64, of a diagonal tile only what
+ * is stored. `full`: the barrier by which its consumer, who may not have the turn, waits for it. */
+template <class Config>
+PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring, uint32_t full) {
+    const uint32_t to = ring_stage(ring);
+    const bool three = Config::SYMMETRIC && tile.diagonal;
+    ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
+    ptx_mbarrier_arrive(ring.full + 8 * ring.slot); /* in step with the stages that are waited for by it */
+    ptx_mbarrier_arrive_expect_tx(full, (three ? 3 : 4) * D3_BOX_BYTES);
+    for (int i = 0; i < 4; i++) {
+        const int row = tile.row + i / 2 * D3_BOX, col = tile.col + i % 2 * D3_BOX;
+        if (three && i == 1) continue;
+        ptx_tma_load(to + i * D3_BOX_BYTES, map, full, col, row, tile.batch);
+    }
+    ring_next<Config>(ring);
+}
+
 template <class Config, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     ring.parity = 1; /* the stages start empty */
@@ -132,8 +149,21 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
         const sm90_tile tile = next_tile<Config>(shared, wave, -1);
         if (tile.group < 0) break;
         const sm90_group& group = params.group[tile.group];
-        const int k_end = group.k_first + group.k_steps * D3_BLOCK_K;
-        for (int k = group.k_first; k < k_end; k += D3_BLOCK_K) load_step<Config>(group, tile, ring, k);
+        const int k_length = group.k_steps * D3_BLOCK_K;
+        int k_first = group.k_first;
+        if constexpr (Config::OPERANDS) {
+            load_operand<Config>(&group.c, tile, ring, ptx_shared(&shared.operand_full[wave % 2][0]));
+            if (Config::SYMMETRIC && group.operands > 1) {
+                load_operand<Config>(&group.e, tile, ring, ptx_shared(&shared.operand_full[wave % 2][1]));
+            }
+            /* A product that is not wanted: beyond the operands TMA reads zeros. */
+            if (group.alpha_device != NULL && group.alpha * group.alpha_device[tile.batch] == 0.0f) {
+                k_first += k_length;
+            }
+        }
+        for (int k = k_first; k < k_first + k_length; k += D3_BLOCK_K) {
+            load_step<Config>(group, tile, ring, k);
+        }
     }
 }
 

@@ -17,7 +17,7 @@
 struct sm90_consumer {
     int thread, barrier; /* in the warpgroup; the named barrier of the warpgroup */
     uint32_t own_turn, other_turn, turn_parity;
-    uint32_t operand_full, operand_parity; /* of C, and then E, in the staging */
+    uint32_t operand_full, operand_parity; /* of C and E in the ring; bit i of the parity: operand i */
     uint32_t staging;
     int buffer; /* of the staging: which is next */
 };
@@ -49,7 +49,7 @@ PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, 
     ptx_wgmma_commit_group();
 }
 
-/* accumulators <- the product of one tile. Hands the turn at the tensor cores to the other
+/* accumulators <- the product of one tile, added to them with OPERANDS. Hands the turn at the tensor cores to the other
  * warpgroup once the last wgmma is issued. The other waits for a stage by the parity of its
  * phase, without having seen our steps, and so needs them to be over: they are, all have been
  * waited for. */
@@ -63,7 +63,7 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     for (int k = 1; k < k_steps; k++) {
         const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
         ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
-        multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, k > 1);
+        multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, Config::OPERANDS || k > 1);
         ptx_wgmma_wait_group<1>();
         if (k > 1) ring_release(ring, previous, self.thread);
         previous = ring.slot;
@@ -71,7 +71,7 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     }
     const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
     ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
-    multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, k_steps > 1);
+    multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, Config::OPERANDS || k_steps > 1);
     if ((self.thread & 31) == 0) ptx_mbarrier_arrive(self.other_turn);
     ptx_wgmma_wait_group<1>();
     if (k_steps > 1) ring_release(ring, previous, self.thread);
@@ -106,35 +106,19 @@ PTX_FN float2 unpack(uint32_t packed) {
     return pair;
 }
 
-/* C or E of a tile to this warpgroup's staging, which is free: four blocks of 64 x 64, of a
- * diagonal tile only what is stored. Called by one thread. */
-template <bool DIAGONAL>
-PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, const sm90_consumer& self) {
+/* accumulators <- factor * operand (FIRST), or that added to them: C (index 0) or E (1), whose stage of
+ * the ring is the next one. Needs no turn: the other warpgroup may be multiplying. */
+template <class Config, bool DIAGONAL, bool FIRST>
+PTX_FN void start_from(float (&accumulators)[2][64], int index, float factor, sm90_ring& ring,
+                       sm90_consumer& self) {
+    const uint32_t from = ring_stage(ring) + block_offset(self.thread >> 5, self.thread & 31);
+    ptx_mbarrier_wait(self.operand_full + 8 * index, self.operand_parity >> index & 1);
+    self.operand_parity ^= 1 << index;
 #pragma unroll
     for (int slab = 0; slab < 2; slab++) {
-        const uint32_t full = self.operand_full + 8 * slab;
-        const uint32_t to = self.staging + slab * 2 * D3_BOX_BYTES;
-        const int row = tile.row + slab * D3_BOX, boxes = DIAGONAL && slab == 0 ? 1 : 2;
-        ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
-        ptx_tma_load(to, map, full, tile.col, row, tile.batch);
-        if (boxes == 2) ptx_tma_load(to + D3_BOX_BYTES, map, full, tile.col + D3_BOX, row, tile.batch);
-    }
-}
-
-/* accumulators <- scale * accumulators + factor * (C or E), which is on its way to the staging.
- * `columns`: how many of them there are; the question also keeps ptxas from moving the products
- * with scale up to where both they and the accumulators need registers (spills). */
-template <class Config, bool DIAGONAL>
-PTX_FN void add_operand(float (&accumulators)[2][64], float scale, float factor, int columns,
-                        sm90_consumer& self) {
-    const uint32_t from = self.staging + block_offset(self.thread >> 5, self.thread & 31);
-#pragma unroll
-    for (int slab = 0; slab < 2; slab++) {
-        ptx_mbarrier_wait(self.operand_full + 8 * slab, self.operand_parity);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             if (DIAGONAL && c > slab) continue;
-            if (columns <= c * D3_BOX) continue;
 #pragma unroll
             for (int q = 0; q < 4; q++) {
                 float* v = &accumulators[slab][c * 32 + q * 8];
@@ -143,13 +127,16 @@ PTX_FN void add_operand(float (&accumulators)[2][64], float scale, float factor,
 #pragma unroll
                 for (int u = 0; u < 4; u++) {
                     const float2 pair = unpack<Config::BF16>(packed[u]);
-                    v[2 * u] = fmaf(factor, pair.x, scale * v[2 * u]);
-                    v[2 * u + 1] = fmaf(factor, pair.y, scale * v[2 * u + 1]);
+                    v[2 * u] = FIRST ? factor * pair.x : fmaf(factor, pair.x, v[2 * u]);
+                    v[2 * u + 1] = FIRST ? factor * pair.y : fmaf(factor, pair.y, v[2 * u + 1]);
                 }
             }
         }
     }
-    self.operand_parity ^= 1;
+    ptx_fence_proxy_async_shared(); /* what was read here, TMA will overwrite */
+    ptx_bar_sync_warpgroup(self.barrier);
+    ring_release(ring, ring.slot, self.thread);
+    ring_next<Config>(ring);
 }
 
 /* An 8 x 8 block on the diagonal: its lower triangle, and that reflected. */
@@ -257,37 +244,22 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
                          sm90_consumer& self) {
     float accumulators[2][64];
     const int k_steps = keep(group.k_steps);
-    float alpha = group.alpha, beta = group.beta;
+    float alpha = group.alpha;
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
-    if (Config::OPERANDS && group.beta_device != NULL) beta *= group.beta_device[tile.batch];
     ring.slot = tile.slot;
     ring.parity = tile.parity;
-    if (Config::OPERANDS && self.thread == 0) {
-        ptx_bulk_wait_group_read<0>(); /* the stores of the tile before have left the staging */
-        load_operand<DIAGONAL>(&group.c, tile, self);
+    if constexpr (Config::OPERANDS) {
+        float beta = group.beta;
+        if (group.beta_device != NULL) beta *= group.beta_device[tile.batch];
+        if (alpha == 0.0f) alpha = 1.0f; /* the producer sees to it that the product is zero */
+        start_from<Config, DIAGONAL, true>(accumulators, 0, beta / alpha, ring, self);
+        if (Config::SYMMETRIC && group.operands > 1) {
+            start_from<Config, DIAGONAL, false>(accumulators, 1, group.gamma / alpha, ring, self);
+        }
     }
     ptx_mbarrier_wait(self.own_turn, self.turn_parity);
     self.turn_parity ^= 1;
     multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
-    /* alpha is applied by whoever touches the accumulators first: a pass of its own over them
-     * makes ptxas keep two copies of them (spills). */
-    if constexpr (Config::OPERANDS && Config::SYMMETRIC) {
-        float factor = beta;
-        int left = keep(group.operands);
-#pragma unroll 1
-        while (true) {
-            add_operand<Config, DIAGONAL>(accumulators, alpha, factor, group.n - tile.col, self);
-            alpha = 1.0f;
-            if (--left == 0) break;
-            factor = group.gamma;
-            ptx_fence_proxy_async_shared(); /* C has been read; E takes its place */
-            ptx_bar_sync_warpgroup(self.barrier);
-            if (self.thread == 0) load_operand<DIAGONAL>(&group.e, tile, self);
-        }
-    } else if constexpr (Config::OPERANDS) {
-        add_operand<Config, false>(accumulators, alpha, beta, group.n - tile.col, self);
-        alpha = 1.0f;
-    }
     store_tile<Config, DIAGONAL>(accumulators, alpha, group, tile, self);
 }
 

@@ -46,10 +46,9 @@ struct sm90_config {
     static constexpr bool OPERANDS = VARIANT & D3_VARIANT_OPERANDS,
                           SYMMETRIC = VARIANT & D3_VARIANT_SYMMETRIC;
     static constexpr bool B_MN = VARIANT & D3_VARIANT_MN, A_MN = SYMMETRIC && B_MN;
-    static constexpr int STAGES = SYMMETRIC || OPERANDS ? 5 : 6;
-    /* Blocks of 64 x 64 elements in which a consumer prepares its stores, and which receive C. */
-    static constexpr int STAGING = SYMMETRIC || OPERANDS ? 4 : 2;
-    static_assert(!OPERANDS || STAGING == 4, "C of a tile fits in the staging blocks");
+    static constexpr int STAGES = SYMMETRIC ? 5 : 6;
+    /* Blocks of 64 x 64 elements in which a consumer prepares its stores. */
+    static constexpr int STAGING = SYMMETRIC ? 4 : 2;
     static_assert(!SYMMETRIC || STAGING % 2 == 0, "a block and its mirror are staged together");
 };
 
