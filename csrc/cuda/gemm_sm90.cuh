@@ -125,14 +125,19 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     ring_next<Config>(ring);
 }
 
-/* C or E of a tile into the ring's next stage: four blocks of 64 x 64, of a diagonal tile only what
- * is stored. `full`: the barrier by which its consumer, who may not have the turn, waits for it. */
+/* C (index 0) or E (1) of a tile into the ring's next stage: four blocks of 64 x 64, of a diagonal
+ * tile only what is stored. The consumer, who need not have the turn, waits by a barrier of its own;
+ * where k is short two of its tiles are in the ring at once, and so that barrier has an empty half. */
 template <class Config>
-PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring, uint32_t full) {
-    const uint32_t to = ring_stage(ring);
+PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_shared<Config>& shared,
+                         sm90_ring& ring, int consumer, int index, uint32_t& parity) {
+    const uint32_t full = ptx_shared(&shared.operand_full[consumer][index]), to = ring_stage(ring);
+    const uint32_t bit = 2 * consumer + index;
     const bool three = Config::SYMMETRIC && tile.diagonal;
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
     ptx_mbarrier_arrive(ring.full + 8 * ring.slot); /* in step with the stages that are waited for by it */
+    ptx_mbarrier_wait(ptx_shared(&shared.operand_empty[consumer][index]), parity >> bit & 1);
+    parity ^= 1 << bit;
     ptx_mbarrier_arrive_expect_tx(full, (three ? 3 : 4) * D3_BOX_BYTES);
     for (int i = 0; i < 4; i++) {
         const int row = tile.row + i / 2 * D3_BOX, col = tile.col + i % 2 * D3_BOX;
@@ -144,17 +149,18 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_rin
 
 template <class Config, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
-    ring.parity = 1; /* the stages start empty */
+    uint32_t operand_parity = 0xF; /* the stages, and the operands, start empty */
+    ring.parity = 1;
     for (uint32_t wave = 0;; wave++) {
         const sm90_tile tile = next_tile<Config>(shared, wave, -1);
         if (tile.group < 0) break;
         const sm90_group& group = params.group[tile.group];
-        const int k_length = group.k_steps * D3_BLOCK_K;
+        const int k_length = group.k_steps * D3_BLOCK_K, consumer = wave % 2;
         int k_first = group.k_first;
         if constexpr (Config::OPERANDS) {
-            load_operand<Config>(&group.c, tile, ring, ptx_shared(&shared.operand_full[wave % 2][0]));
+            load_operand<Config>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
             if (Config::SYMMETRIC && group.operands > 1) {
-                load_operand<Config>(&group.e, tile, ring, ptx_shared(&shared.operand_full[wave % 2][1]));
+                load_operand<Config>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
             }
             /* A product that is not wanted: beyond the operands TMA reads zeros. */
             if (group.alpha_device != NULL && group.alpha * group.alpha_device[tile.batch] == 0.0f) {
@@ -178,7 +184,10 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
     }
     for (int w = 0; w < 2; w++) {
         ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
-        for (int i = 0; i < 2; i++) ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 1);
+        for (int i = 0; i < 2; i++) {
+            ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 1);
+            ptx_mbarrier_init(ptx_shared(&shared.operand_empty[w][i]), 1);
+        }
     }
     for (int i = 0; i < D3_SCHEDULE; i++) { /* read by the producer and a consumer's four warps */
         ptx_mbarrier_init(ptx_shared(&shared.tile_full[i]), 1);

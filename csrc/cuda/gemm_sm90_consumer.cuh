@@ -17,7 +17,7 @@
 struct sm90_consumer {
     int thread, barrier; /* in the warpgroup; the named barrier of the warpgroup */
     uint32_t own_turn, other_turn, turn_parity;
-    uint32_t operand_full, operand_parity; /* of C and E in the ring; bit i of the parity: operand i */
+    uint32_t operand_full, operand_empty, operand_parity; /* of C, E: the next word, the next bit */
     uint32_t staging;
     int buffer; /* of the staging: which is next */
 };
@@ -135,6 +135,7 @@ PTX_FN void start_from(float (&accumulators)[2][64], int index, float factor, sm
     }
     ptx_fence_proxy_async_shared(); /* what was read here, TMA will overwrite */
     ptx_bar_sync_warpgroup(self.barrier);
+    if (self.thread == 0) ptx_mbarrier_arrive(self.operand_empty + 8 * index);
     ring_release(ring, ring.slot, self.thread);
     ring_next<Config>(ring);
 }
@@ -274,6 +275,7 @@ PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
     self.other_turn = ptx_shared(&shared.turn[1 - consumer]);
     self.turn_parity = consumer == 0; /* the first turn is consumer 0's */
     self.operand_full = ptx_shared(shared.operand_full[consumer]);
+    self.operand_empty = ptx_shared(shared.operand_empty[consumer]);
     self.staging = ptx_shared(shared.staging[consumer]);
     for (uint32_t wave = consumer;; wave += 2) {
         const sm90_tile tile = next_tile<Config>(shared, wave, self.thread & 31);

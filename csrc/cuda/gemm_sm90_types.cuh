@@ -91,7 +91,7 @@ struct alignas(1024) sm90_shared {
     uint8_t staging[2][Config::STAGING][D3_BOX_BYTES]; /* of each consumer */
     sm90_tile tile[D3_SCHEDULE];
     uint64_t full[Config::STAGES], empty[Config::STAGES];
-    uint64_t operand_full[2][2]; /* of each consumer: a slab of C, and then E, is in its staging */
+    uint64_t operand_full[2][2], operand_empty[2][2]; /* of each consumer: its C, and E, in the ring */
     uint64_t turn[2], tile_full[D3_SCHEDULE], tile_empty[D3_SCHEDULE];
 };
 
