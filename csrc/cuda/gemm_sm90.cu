@@ -185,7 +185,7 @@ static dion3_status encode_operands(encode_tiled_fn encode, sm90_group* out, con
     /* In the symmetric product B is (n, k), in the general one (k, n). */
     const sm90_view b = Config::SYMMETRIC ? view_of(&g->b, g->batch, g->n, g->k, Config::B_MN)
                                           : view_of(&g->b, g->batch, g->k, g->n, !Config::B_MN);
-    D3_TRY(encode_map(encode, &out->a, &a, sm90_box_rows(Config::A_MN)));
+    D3_TRY(encode_map(encode, &out->a, &a, D3_BOX));
     return encode_map(encode, &out->b, &b, sm90_box_rows(Config::B_MN));
 }
 
@@ -232,7 +232,7 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
         out->a_is_b = Config::SYMMETRIC && same_matrices(&g->a, &g->b);
     } else { /* one step of zeros: every box lies outside of maps with k = 1 */
         const sm90_view none = {g->d.data, g->batch, 1, 1, 8, 8};
-        D3_TRY(encode_map(encode, &out->a, &none, sm90_box_rows(Config::A_MN)));
+        D3_TRY(encode_map(encode, &out->a, &none, D3_BOX));
         D3_TRY(encode_map(encode, &out->b, &none, sm90_box_rows(Config::B_MN)));
         out->k_steps = 1;
         out->k_first = D3_BLOCK_K;
@@ -246,10 +246,6 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
     out->order.per_matrix = (uint32_t)(Config::SYMMETRIC ? d3_tri_count(out->order.rows)
                                                          : (int64_t)out->order.rows * out->order.cols);
     return DION3_OK;
-}
-
-static uint64_t count_tiles(const sm90_group* group) {
-    return (uint64_t)group->order.batch * group->order.per_matrix;
 }
 
 /* Raises the kernel's shared memory limit, once per device. */
@@ -289,22 +285,23 @@ template <class Config, int CAPACITY>
 static dion3_status launch(encode_tiled_fn encode, const sm90_device* device, const d3_group* const* groups,
                            int count, dion3_stream stream) {
     sm90_params<CAPACITY> params;
-    uint64_t tiles = 0;
+    d3_order* orders[CAPACITY];
+    int32_t steps[CAPACITY];
     D3_TRY((prepare_kernel<Config, CAPACITY>(device->id)));
     for (int i = 0; i < count; i++) {
         D3_TRY(fill_group<Config>(encode, &params.group[i], groups[i]));
-        tiles += count_tiles(&params.group[i]);
-        if (tiles > INT_MAX)
-            return d3_fail(DION3_ERR_UNSUPPORTED, "more than 2^31 tiles in one list of products");
-        params.group[i].tile_end = (uint32_t)tiles;
+        orders[i] = &params.group[i].order;
+        steps[i] = params.group[i].k_steps;
     }
-    params.tiles = (uint32_t)tiles;
+    if (!d3_order_launch(orders, steps, count, Config::SYMMETRIC, (uint32_t)device->multiprocessors))
+        return d3_fail(DION3_ERR_UNSUPPORTED, "2^31 tiles or more in one list of products");
+    params.units = orders[count - 1]->end;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim =
-        dim3(tiles < (uint64_t)device->multiprocessors ? (unsigned)tiles : (unsigned)device->multiprocessors);
+    config.gridDim = dim3(
+        params.units < (uint32_t)device->multiprocessors ? params.units : (uint32_t)device->multiprocessors);
     config.blockDim = dim3(D3_THREADS);
     config.dynamicSmemBytes = sizeof(sm90_shared<Config>);
     config.stream = stream;

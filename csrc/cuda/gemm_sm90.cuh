@@ -26,60 +26,39 @@
 
 /* ---- the schedule --------------------------------------------------------------------------- */
 
-/* The group that holds tile `index` of the launch; asked for in ascending order. */
-template <int CAPACITY>
-PTX_FN int find_group(const sm90_params<CAPACITY>& params, int group, uint32_t index) {
-    while (index >= params.group[group].tile_end) group += 1;
-    return group;
-}
-
-/* This thread block's tile in a wave, and its group; false when there are no more. The symmetric
- * product shuffles the tiles of a wave that lies in one group; where groups meet, block i takes
- * tile i. */
+/* This thread block's next tile from wave `wave` on, which moves past it; false: there are no more. */
 template <class Config, int CAPACITY>
-PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t wave, int& group, sm90_tile& tile) {
-    const uint32_t workers = gridDim.x, first = wave * workers;
-    d3_place place;
-    if (first >= params.tiles) return false;
-    group = find_group(params, group, first);
-    const uint32_t end = params.group[group].tile_end;
-    if (Config::SYMMETRIC && (end == params.tiles || first + workers <= end)) {
-        const uint32_t begin = group > 0 ? params.group[group - 1].tile_end : 0;
-        const uint32_t count = end - first < workers ? end - first : workers;
-        if (!d3_order_symmetric(&params.group[group].order, first - begin, count, blockIdx.x, workers,
-                                &place)) {
-            return false;
-        }
-    } else {
-        const uint32_t index = first + blockIdx.x;
-        if (index >= params.tiles) return false;
-        group = find_group(params, group, index);
-        const uint32_t begin = group > 0 ? params.group[group - 1].tile_end : 0;
-        if constexpr (Config::SYMMETRIC) {
-            d3_order_symmetric(&params.group[group].order, index - begin, 1, 0, 1, &place);
-        } else {
-            place = d3_order_general(&params.group[group].order, index - begin);
-        }
+PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t& wave, sm90_tile& tile) {
+    while (true) {
+        const uint32_t unit = wave * gridDim.x + blockIdx.x;
+        if (unit >= params.units) return false;
+        while (unit >= params.group[tile.group].order.end) tile.group += 1;
+        wave += 1;
+        d3_place place;
+        const d3_part part =
+            d3_order_unit(&params.group[tile.group].order, Config::SYMMETRIC, unit, gridDim.x, &place);
+        if (part == D3_NO_PART) continue;
+        tile.row = (int)(place.row * D3_BLOCK) + (part == D3_LOWER_HALF ? D3_BOX : 0);
+        tile.col = (int)(place.col * D3_BLOCK);
+        tile.batch = (int)place.batch;
+        tile.diagonal = Config::SYMMETRIC && place.row == place.col;
+        tile.slabs = part == D3_WHOLE ? 2 : 1;
+        return true;
     }
-    tile.row = (int)(place.row * D3_BLOCK);
-    tile.col = (int)(place.col * D3_BLOCK);
-    tile.batch = (int)place.batch;
-    tile.diagonal = Config::SYMMETRIC && place.row == place.col;
-    return true;
 }
 
 /* One thread works out the tiles of this thread block ahead of those who compute them: the
  * divisions would otherwise stand between two tiles of the producer and of each consumer. `tile`
- * and `found`: those of the first wave. */
+ * and `found`: its first; `wave`: where to look for the next. */
 template <class Config, int CAPACITY>
 PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_tile tile,
-                     bool found) {
+                     bool found, uint32_t wave) {
     int slot = 0, ends = 0;
     uint32_t parity = 0;
-    for (uint32_t wave = 0; ends < 2; wave++) { /* one end for each consumer */
-        const uint32_t entry = wave % D3_SCHEDULE;
+    for (uint32_t count = 0; ends < 2; count++) { /* one end for each consumer */
+        const uint32_t entry = count % D3_SCHEDULE;
         int steps = 0;
-        if (wave > 0 && ends == 0) found = find_tile<Config>(params, wave, tile.group, tile);
+        if (count > 0 && found) found = find_tile<Config>(params, wave, tile);
         if (found) {
             steps = params.group[tile.group].operands + params.group[tile.group].k_steps;
         } else {
@@ -88,7 +67,7 @@ PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& s
         }
         tile.slot = slot;
         tile.parity = parity;
-        ptx_mbarrier_wait(ptx_shared(&shared.tile_empty[entry]), (wave / D3_SCHEDULE & 1) ^ 1);
+        ptx_mbarrier_wait(ptx_shared(&shared.tile_empty[entry]), (count / D3_SCHEDULE & 1) ^ 1);
         shared.tile[entry] = tile;
         ptx_mbarrier_arrive(ptx_shared(&shared.tile_full[entry]));
         parity ^= ((slot + steps) / Config::STAGES) & 1;
@@ -98,18 +77,17 @@ PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& s
 
 /* ---- producer ------------------------------------------------------------------------------- */
 
-/* Rows (outer dimension) of one box of A, and of B: a K-major operand is one box of all its
- * rows. */
+/* Rows (outer dimension) of one box of B: K-major it is one box of all its rows. A, of which half a
+ * tile needs half, comes in boxes of 64 either way. */
 constexpr int sm90_box_rows(bool mn_major) { return mn_major ? D3_BOX : D3_BLOCK; }
 
-/* 128 rows and 64 k of A or B to shared memory. */
+/* `boxes` times 64 rows and 64 k to shared memory. */
 template <bool MN>
-PTX_FN void load_block(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k, int batch) {
-    if constexpr (MN) {
-        ptx_tma_load(to, map, full, row, k, batch);
-        ptx_tma_load(to + D3_BOX_BYTES, map, full, row + D3_BOX, k, batch);
-    } else {
-        ptx_tma_load(to, map, full, k, row, batch);
+PTX_FN void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k, int batch,
+                       int boxes) {
+#pragma unroll
+    for (int i = 0; i < 2; i++, row += D3_BOX, to += D3_BOX_BYTES) {
+        if (i < boxes) ptx_tma_load(to, map, full, MN ? row : k, MN ? k : row, batch);
     }
 }
 
@@ -117,15 +95,19 @@ PTX_FN void load_block(uint32_t to, const CUtensorMap* map, uint32_t full, int r
 template <class Config>
 PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring& ring, int k) {
     const uint32_t full = ring.full + 8 * ring.slot, a = ring_stage(ring), b = a + D3_OPERAND_BYTES;
-    const bool skip_a = Config::SYMMETRIC && tile.diagonal && group.a_is_b;
+    const int boxes = Config::SYMMETRIC && tile.diagonal && group.a_is_b ? 0 : tile.slabs;
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-    ptx_mbarrier_arrive_expect_tx(full, skip_a ? D3_OPERAND_BYTES : D3_STAGE_BYTES);
-    if (!skip_a) load_block<Config::A_MN>(a, &group.a, full, tile.row, k, tile.batch);
-    load_block<Config::B_MN>(b, &group.b, full, tile.col, k, tile.batch);
+    ptx_mbarrier_arrive_expect_tx(full, D3_OPERAND_BYTES + boxes * D3_BOX_BYTES);
+    load_boxes<Config::A_MN>(a, &group.a, full, tile.row, k, tile.batch, boxes);
+    if constexpr (Config::B_MN) {
+        load_boxes<true>(b, &group.b, full, tile.col, k, tile.batch, 2);
+    } else {
+        ptx_tma_load(b, &group.b, full, k, tile.col, tile.batch);
+    }
     ring_next<Config>(ring);
 }
 
-/* C (index 0) or E (1) of a tile into the ring's next stage: four blocks of 64 x 64, of a diagonal
+/* C (index 0) or E (1) of a tile into the ring's next stage: its blocks of 64 x 64, of a diagonal
  * tile only what is stored. The consumer, who need not have the turn, waits by a barrier of its own;
  * where k is short two of its tiles are in the ring at once, and so that barrier has an empty half. */
 template <class Config>
@@ -133,15 +115,15 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_sha
                          sm90_ring& ring, int consumer, int index, uint32_t& parity) {
     const uint32_t full = ptx_shared(&shared.operand_full[consumer][index]), to = ring_stage(ring);
     const uint32_t bit = 2 * consumer + index;
-    const bool three = Config::SYMMETRIC && tile.diagonal;
+    const bool diagonal = Config::SYMMETRIC && tile.diagonal;
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
     ptx_mbarrier_arrive(ring.full + 8 * ring.slot); /* in step with the stages that are waited for by it */
     ptx_mbarrier_wait(ptx_shared(&shared.operand_empty[consumer][index]), parity >> bit & 1);
     parity ^= 1 << bit;
-    ptx_mbarrier_arrive_expect_tx(full, (three ? 3 : 4) * D3_BOX_BYTES);
-    for (int i = 0; i < 4; i++) {
+    ptx_mbarrier_arrive_expect_tx(full, (diagonal ? 3 : 2 * tile.slabs) * D3_BOX_BYTES);
+    for (int i = 0; i < 2 * tile.slabs; i++) {
         const int row = tile.row + i / 2 * D3_BOX, col = tile.col + i % 2 * D3_BOX;
-        if (three && i == 1) continue;
+        if (diagonal && i == 1) continue;
         ptx_tma_load(to + i * D3_BOX_BYTES, map, full, col, row, tile.batch);
     }
     ring_next<Config>(ring);
@@ -205,9 +187,10 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
                             0};
     const int warpgroup = threadIdx.x >> 7;
     sm90_tile first = {};
+    uint32_t wave = 0;
     bool found = false;
     if (threadIdx.x == 0) initialise<Config>(shared);
-    if (threadIdx.x == 32) found = find_tile<Config>(params, 0, first.group, first);
+    if (threadIdx.x == 32) found = find_tile<Config>(params, wave, first);
     if (threadIdx.x == 64) {
         ptx_prefetch_tensormap(&params.group[0].a);
         ptx_prefetch_tensormap(&params.group[0].b);
@@ -217,7 +200,7 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
     __syncthreads();
     if (warpgroup == 0) {
         ptx_setmaxnreg_dec<D3_PRODUCER_REGISTERS>();
-        if (threadIdx.x == 32) schedule<Config>(params, shared, first, found);
+        if (threadIdx.x == 32) schedule<Config>(params, shared, first, found, wave);
         if (threadIdx.x == 0) {
             ptx_griddepcontrol_wait();
             produce<Config>(params, shared, ring);

@@ -2,7 +2,7 @@
  * gemm_sm90_consumer.cuh - the consuming half of the kernel of gemm_sm90.cuh: wgmma, the terms
  * after the product, rounding, the stores.
  *
- * Accumulators of a warpgroup: two slabs of 64 rows, each as wgmma lays it out (PTX ISA,
+ * Accumulators of a warpgroup: two slabs of 64 rows, or one of half a tile, each as wgmma lays it out (PTX ISA,
  * "Register fragments for wgmma.mma_async"): 8 values a thread for 16 columns of its warp's 16
  * rows, four 8 x 8 fragments of which ldmatrix and stmatrix move the 16-bit form.
  */
@@ -31,8 +31,8 @@ PTX_FN int keep(int value) {
 
 /* Issues the wgmmas of one k-step and commits them: 128 columns, of the first slab FIRST_N. a
  * and b: the low halves of the descriptors of this stage. */
-template <class Config, int FIRST_N>
-PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, int accumulate) {
+template <class Config, int FIRST_N, int SLABS>
+PTX_FN void multiply_step(float (&accumulators)[SLABS][64], uint32_t a, uint32_t b, int accumulate) {
     ptx_wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < D3_BLOCK_K / 16; kk++) {
@@ -42,9 +42,11 @@ PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, 
         ptx_wgmma<Config::BF16, FIRST_N, Config::A_MN, Config::B_MN>(
             accumulators[0], ptx_wgmma_descriptor(a_kk), ptx_wgmma_descriptor(b_kk),
             kk == 0 ? accumulate : 1);
-        ptx_wgmma<Config::BF16, 128, Config::A_MN, Config::B_MN>(
-            accumulators[1], ptx_wgmma_descriptor(a_kk + D3_BOX_BYTES / 16), ptx_wgmma_descriptor(b_kk),
-            kk == 0 ? accumulate : 1);
+        if constexpr (SLABS == 2) {
+            ptx_wgmma<Config::BF16, 128, Config::A_MN, Config::B_MN>(
+                accumulators[1], ptx_wgmma_descriptor(a_kk + D3_BOX_BYTES / 16), ptx_wgmma_descriptor(b_kk),
+                kk == 0 ? accumulate : 1);
+        }
     }
     ptx_wgmma_commit_group();
 }
@@ -53,8 +55,8 @@ PTX_FN void multiply_step(float (&accumulators)[2][64], uint32_t a, uint32_t b, 
  * warpgroup once the last wgmma is issued. The other waits for a stage by the parity of its
  * phase, without having seen our steps, and so needs them to be over: they are, all have been
  * waited for. */
-template <class Config, int FIRST_N>
-PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps, bool a_in_b,
+template <class Config, int FIRST_N, int SLABS>
+PTX_FN void multiply(float (&accumulators)[SLABS][64], sm90_ring& ring, int k_steps, bool a_in_b,
                      const sm90_consumer& self) {
     const uint32_t a = ptx_wgmma_descriptor_low(ring.stages + (a_in_b ? D3_OPERAND_BYTES : 0), 16);
     const uint32_t b =
@@ -63,7 +65,7 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     for (int k = 1; k < k_steps; k++) {
         const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
         ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
-        multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, Config::OPERANDS || k > 1);
+        multiply_step<Config, FIRST_N, SLABS>(accumulators, a + stage, b + stage, Config::OPERANDS || k > 1);
         ptx_wgmma_wait_group<1>();
         if (k > 1) ring_release(ring, previous, self.thread);
         previous = ring.slot;
@@ -71,7 +73,8 @@ PTX_FN void multiply(float (&accumulators)[2][64], sm90_ring& ring, int k_steps,
     }
     const uint32_t stage = ring.slot * (D3_STAGE_BYTES / 16);
     ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
-    multiply_step<Config, FIRST_N>(accumulators, a + stage, b + stage, Config::OPERANDS || k_steps > 1);
+    multiply_step<Config, FIRST_N, SLABS>(accumulators, a + stage, b + stage,
+                                          Config::OPERANDS || k_steps > 1);
     if ((self.thread & 31) == 0) ptx_mbarrier_arrive(self.other_turn);
     ptx_wgmma_wait_group<1>();
     if (k_steps > 1) ring_release(ring, previous, self.thread);
@@ -108,14 +111,14 @@ PTX_FN float2 unpack(uint32_t packed) {
 
 /* accumulators <- factor * operand (FIRST), or that added to them: C (index 0) or E (1), whose stage of
  * the ring is the next one. Needs no turn: the other warpgroup may be multiplying. */
-template <class Config, bool DIAGONAL, bool FIRST>
-PTX_FN void start_from(float (&accumulators)[2][64], int index, float factor, sm90_ring& ring,
+template <class Config, bool DIAGONAL, bool FIRST, int SLABS>
+PTX_FN void start_from(float (&accumulators)[SLABS][64], int index, float factor, sm90_ring& ring,
                        sm90_consumer& self) {
     const uint32_t from = ring_stage(ring) + block_offset(self.thread >> 5, self.thread & 31);
     ptx_mbarrier_wait(self.operand_full + 8 * index, self.operand_parity >> index & 1);
     self.operand_parity ^= 1 << index;
 #pragma unroll
-    for (int slab = 0; slab < 2; slab++) {
+    for (int slab = 0; slab < SLABS; slab++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             if (DIAGONAL && c > slab) continue;
@@ -201,14 +204,14 @@ PTX_FN void stage_block(const float* v, float scale, float delta, bool bf16, uin
 }
 
 /* Stores the tile block by block through this warpgroup's staging. */
-template <class Config, bool DIAGONAL>
-PTX_FN void store_tile(float (&accumulators)[2][64], float scale, const sm90_group& group,
+template <class Config, bool DIAGONAL, int SLABS>
+PTX_FN void store_tile(float (&accumulators)[SLABS][64], float scale, const sm90_group& group,
                        const sm90_tile& tile, sm90_consumer& self) {
     constexpr int BLOCKS = Config::SYMMETRIC ? 2 : 1, BUFFERS = Config::STAGING / BLOCKS;
     const bool bf16 = keep(group.d_bf16);
     const float delta = Config::SYMMETRIC ? group.delta : 0.0f;
 #pragma unroll
-    for (int slab = 0; slab < 2; slab++) {
+    for (int slab = 0; slab < SLABS; slab++) {
         const int row = tile.row + slab * D3_BOX;
         if (row >= group.m) break;
 #pragma unroll
@@ -238,12 +241,12 @@ PTX_FN void store_tile(float (&accumulators)[2][64], float scale, const sm90_gro
     }
 }
 
-/* One tile, compiled apart for the diagonal: two main loops of different N that meet before code
+/* One tile, compiled apart for the diagonal and for half a tile: two main loops of different N that meet before code
  * which writes the accumulators make ptxas serialise wgmma (C7515). */
-template <class Config, bool DIAGONAL>
+template <class Config, bool DIAGONAL, int SLABS>
 PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ring ring,
                          sm90_consumer& self) {
-    float accumulators[2][64];
+    float accumulators[SLABS][64];
     const int k_steps = keep(group.k_steps);
     float alpha = group.alpha;
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
@@ -253,15 +256,15 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
         float beta = group.beta;
         if (group.beta_device != NULL) beta *= group.beta_device[tile.batch];
         if (alpha == 0.0f) alpha = 1.0f; /* the producer sees to it that the product is zero */
-        start_from<Config, DIAGONAL, true>(accumulators, 0, beta / alpha, ring, self);
+        start_from<Config, DIAGONAL, true, SLABS>(accumulators, 0, beta / alpha, ring, self);
         if (Config::SYMMETRIC && group.operands > 1) {
-            start_from<Config, DIAGONAL, false>(accumulators, 1, group.gamma / alpha, ring, self);
+            start_from<Config, DIAGONAL, false, SLABS>(accumulators, 1, group.gamma / alpha, ring, self);
         }
     }
     ptx_mbarrier_wait(self.own_turn, self.turn_parity);
     self.turn_parity ^= 1;
-    multiply<Config, DIAGONAL ? 64 : 128>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
-    store_tile<Config, DIAGONAL>(accumulators, alpha, group, tile, self);
+    multiply<Config, DIAGONAL ? 64 : 128, SLABS>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
+    store_tile<Config, DIAGONAL, SLABS>(accumulators, alpha, group, tile, self);
 }
 
 /* Consumer 0 takes the even, consumer 1 the odd ones of its thread block's tiles. */
@@ -283,11 +286,15 @@ PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
         const sm90_group& group = params.group[tile.group];
         if constexpr (Config::SYMMETRIC) {
             if (tile.diagonal) {
-                compute_tile<Config, true>(group, tile, ring, self);
+                compute_tile<Config, true, 2>(group, tile, ring, self);
                 continue;
             }
         }
-        compute_tile<Config, false>(group, tile, ring, self);
+        if (tile.slabs == 2) {
+            compute_tile<Config, false, 2>(group, tile, ring, self);
+        } else {
+            compute_tile<Config, false, 1>(group, tile, ring, self);
+        }
     }
     if (self.thread == 0) ptx_bulk_wait_group_all();
 }

@@ -59,7 +59,6 @@ struct sm90_group {
     const float* beta_device;
     float alpha, beta, gamma, delta;
     d3_order order;
-    uint32_t tile_end; /* tiles of this and all groups before it */
     int32_t m, n;
     int32_t k_steps;
     int32_t k_first;  /* k = 0: one step whose k_first lies beyond the operands, all zeros */
@@ -71,18 +70,18 @@ struct sm90_group {
 template <int CAPACITY>
 struct sm90_params {
     sm90_group group[CAPACITY];
-    uint32_t tiles;
+    uint32_t units; /* of tile_order.h */
 };
 
-/* A tile of the schedule, in elements: its corner and its matrix, and where the ring stands when
- * it begins. */
+/* A tile of the schedule, or half of one, in elements: its corner and its matrix, and where the ring
+ * stands when it begins. */
 struct alignas(16) sm90_tile {
     int row, col, batch;
     int group; /* -1: there are no more tiles */
     int slot;
     uint32_t parity;
     int diagonal;
-    int reserved;
+    int slabs; /* of 64 rows: 2, or 1 of half a tile */
 };
 
 template <class Config>

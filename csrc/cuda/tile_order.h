@@ -1,10 +1,19 @@
 /*
- * tile_order.h - in which order the tiles of a batch of products are computed.
+ * tile_order.h - in which order the tiles of a batch of products are computed, and by whom.
  *
- * The workers of a launch (thread blocks) take its tiles wave by wave, one each. Which one is
- * arithmetic on a few numbers of the group, so no table has to be uploaded. The order has no
- * influence on any result, only on cache hits and on how evenly the work ends. Host and device;
- * tests/c checks that every tile is met exactly once.
+ * The workers of a launch (thread blocks) take its units wave by wave, one each: unit w * workers + b
+ * is worker b's in wave w. A unit is a tile, or the upper or lower half of one. Which one it is, is
+ * arithmetic on a few numbers of its group, so no table has to be uploaded. Neither the order nor
+ * the cutting has an influence on any result, only on cache hits and on how evenly the work ends:
+ *
+ *   - Groups follow each other, longest k first. Where a group ends within a wave, the workers that
+ *     are still at its last tiles are left out for as many waves of the next group as those take
+ *     (`begin`, `extra`).
+ *   - Where the last tiles of a group keep at most half of the workers busy, and nothing that follows
+ *     could fill the others, they are cut in two (`cut`). Diagonal tiles, which are shorter, stay
+ *     whole and come before.
+ *
+ * Host and device; tests/c checks that every tile is met exactly once.
  */
 #ifndef DION3_TILE_ORDER_H
 #define DION3_TILE_ORDER_H
@@ -17,11 +26,18 @@
 typedef struct d3_order {
     uint32_t batch, rows, cols; /* of tiles; the symmetric product has cols = rows */
     uint32_t per_matrix;        /* tiles of one matrix */
+    uint32_t begin, end;        /* its first unit, and the one after its last */
+    uint32_t extra;             /* waves after its first from which the workers before `begin` are absent */
+    uint32_t cut;               /* tiles that are computed in two halves, none of them on the diagonal */
 } d3_order;
 
 typedef struct d3_place {
     uint32_t batch, row, col;
 } d3_place;
+
+typedef enum d3_part { D3_NO_PART, D3_WHOLE, D3_UPPER_HALF, D3_LOWER_HALF } d3_part;
+
+D3_HD uint32_t d3_order_tiles(const d3_order* order) { return order->batch * order->per_matrix; }
 
 /* All tiles of a matrix: eight rows at a time, column by column. */
 D3_HD d3_place d3_order_general(const d3_order* order, uint32_t index) {
@@ -61,30 +77,99 @@ D3_HD d3_place d3_order_below(const d3_order* order, uint32_t index) {
     return place;
 }
 
-/* How many of the first `count` tiles of a symmetric group lie on the diagonal: a matrix ends
- * with them. */
+/* How many of the first `count` whole tiles of a symmetric group lie on the diagonal: a matrix ends
+ * with them, but they are `cut` tiles ahead, so that they are all among the whole ones. */
 D3_HD uint32_t d3_order_diagonals(const d3_order* order, uint32_t count) {
-    uint32_t matrices = count / order->per_matrix, below = order->per_matrix - order->rows;
-    count -= matrices * order->per_matrix;
-    return matrices * order->rows + (count > below ? count - below : 0);
+    uint32_t tiles = d3_order_tiles(order), ahead = count < tiles - order->cut ? count + order->cut : tiles;
+    uint32_t matrices = ahead / order->per_matrix, below = order->per_matrix - order->rows, diagonals;
+    ahead -= matrices * order->per_matrix;
+    diagonals = matrices * order->rows + (ahead > below ? ahead - below : 0);
+    return diagonals < count ? diagonals : count;
 }
 
-/* The tile of worker `worker` in a wave that holds tiles first .. first + count - 1 of a
- * symmetric group. The diagonal tiles, which are shorter, go to the workers in turn, from wave
- * to wave where the last one ended, so that each gets as many of them; `workers` are all that
- * take turns, count <= workers. Returns 0 if the wave has no tile for this worker. */
-D3_HD int d3_order_symmetric(const d3_order* order, uint32_t first, uint32_t count, uint32_t worker,
-                             uint32_t workers, d3_place* place) {
+/* The tile of worker `worker` in a wave that holds whole tiles first .. first + count - 1 of a
+ * symmetric group, for as many workers. The diagonal tiles go to the workers in turn, from wave to
+ * wave where the last one ended, so that each gets as many of them. */
+D3_HD d3_place d3_order_symmetric(const d3_order* order, uint32_t first, uint32_t count, uint32_t worker) {
     uint32_t before = d3_order_diagonals(order, first);
     uint32_t diagonals = d3_order_diagonals(order, first + count) - before;
-    uint32_t slot = (worker + workers - before % workers) % workers;
-    if (count < workers) slot = workers - 1 - slot;
-    if (slot >= count) return 0;
-    if (slot < diagonals) {
-        place->batch = (before + slot) / order->rows;
-        place->row = place->col = before + slot - place->batch * order->rows;
-    } else {
-        *place = d3_order_below(order, first - before + slot - diagonals);
+    uint32_t slot = (worker + count - before % count) % count;
+    if (slot >= diagonals) return d3_order_below(order, first - before + slot - diagonals);
+    d3_place place;
+    place.batch = (before + slot) / order->rows;
+    place.row = place.col = before + slot - place.batch * order->rows;
+    return place;
+}
+
+/* What unit `unit` of a group is, order->begin <= unit < order->end; D3_NO_PART: nothing. */
+D3_HD d3_part d3_order_unit(const d3_order* order, int symmetric, uint32_t unit, uint32_t workers,
+                            d3_place* place) {
+    uint32_t late = order->begin % workers, wave = unit / workers - order->begin / workers;
+    uint32_t whole = d3_order_tiles(order) - order->cut;
+    uint32_t halves = order->begin + whole + late * order->extra; /* the first unit that is half a tile */
+    if (unit >= halves) {
+        uint32_t tile = whole + (unit - halves) / 2;
+        *place = symmetric ? d3_order_below(order, tile - order->batch * order->rows)
+                           : d3_order_general(order, tile);
+        return (unit - halves) % 2 ? D3_LOWER_HALF : D3_UPPER_HALF;
+    }
+    uint32_t worker = unit % workers, absent = wave <= order->extra ? late : 0, first, count;
+    if (worker < absent) return D3_NO_PART;
+    first = wave * workers - late - late * (wave <= order->extra ? wave : order->extra) + absent;
+    count = whole - first < workers - absent ? whole - first : workers - absent;
+    *place = symmetric ? d3_order_symmetric(order, first, count, worker - absent)
+                       : d3_order_general(order, first + worker - absent);
+    return D3_WHOLE;
+}
+
+/* How many tiles of the group that ends before unit `end` are cut: those of its last wave, if the idle
+ * workers of that wave can take the other halves and what follows would leave them idle. Of a group
+ * within one wave the diagonal tiles stay beside the halves. */
+D3_HD uint32_t d3_order_cut(const d3_order* order, int symmetric, uint64_t end, uint32_t workers,
+                            int32_t steps, uint64_t tiles_after, uint64_t steps_after) {
+    const uint32_t tiles = d3_order_tiles(order), idle = (uint32_t)((workers - end % workers) % workers);
+    const uint32_t below = symmetric ? tiles - order->batch * order->rows : tiles;
+    const uint32_t last =
+        end - order->begin <= workers - idle ? tiles : workers - idle; /* in the last wave */
+    const uint32_t cut = last < tiles ? last : below;
+    if (cut > idle || cut > below) return 0;
+    if (steps_after >= (uint64_t)idle * (uint32_t)steps) return 0;
+    return tiles_after > idle || tiles_after <= idle - cut ? cut : 0;
+}
+
+/* Sets begin, end, extra and cut of the groups of a launch; steps[i]: k-steps of a tile of group i,
+ * descending. Returns 0 if there are 2^31 units or more. */
+D3_HD int d3_order_launch(d3_order* const* groups, const int32_t* steps, int count, int symmetric,
+                          uint32_t workers) {
+    const uint64_t limit = (uint64_t)1 << 31;
+    uint64_t next = 0, tiles_after = 0, steps_after = 0;
+    int i;
+    for (i = 0; i < count; i++) {
+        const uint64_t tiles = (uint64_t)groups[i]->batch * groups[i]->per_matrix;
+        tiles_after += tiles;
+        steps_after += tiles * (uint32_t)steps[i];
+    }
+    for (i = 0; i < count; i++) {
+        d3_order* order = groups[i];
+        const uint64_t tiles = (uint64_t)order->batch * order->per_matrix;
+        const uint32_t late = (uint32_t)(next % workers), present = workers - late;
+        uint64_t end;
+        tiles_after -= tiles;
+        steps_after -= tiles * (uint32_t)steps[i];
+        order->begin = (uint32_t)next;
+        order->extra = 0;
+        if (late > 0 && tiles >= 2 * present) { /* the workers before are at their last tiles or halves */
+            const uint32_t waves = (uint32_t)(steps[i - 1] / steps[i]) / (groups[i - 1]->cut > 0 ? 2 : 1);
+            const uint32_t most = (uint32_t)(tiles / present);
+            order->extra = waves < 2 ? 0 : (waves < most ? waves : most) - 1;
+        }
+        end = next + tiles + (uint64_t)late * order->extra;
+        if (end + workers >= limit) return 0;
+        order->cut = 0;
+        if (i + 1 == count || 2 * steps[i + 1] <= steps[i])
+            order->cut = d3_order_cut(order, symmetric, end, workers, steps[i], tiles_after, steps_after);
+        next = end + order->cut;
+        order->end = (uint32_t)next;
     }
     return 1;
 }
