@@ -254,6 +254,9 @@ def test_empty(sizes, backend, symmetric):
 def test_factors_on_the_device(backend, symmetric):
     for m in (33, 128, 264):
         Product(symmetric, 3, m, 72, 40, alpha=0.5, beta=-2.0, factors=True).check(backend)
+    p = Product(symmetric, 3, 200, 72, 40, alpha=0.5, beta=-2.0, factors=True)
+    p.alphas[:2] = torch.tensor([0.0, 1e-9])
+    p.check(backend)
 
 
 @pytest.mark.parametrize("layout", ["dense", "padded", "strided", "offset"])
