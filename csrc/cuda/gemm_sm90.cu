@@ -185,7 +185,7 @@ static dion3_status encode_operands(encode_tiled_fn encode, sm90_group* out, con
     /* In the symmetric product B is (n, k), in the general one (k, n). */
     const sm90_view b = Config::SYMMETRIC ? view_of(&g->b, g->batch, g->n, g->k, Config::B_MN)
                                           : view_of(&g->b, g->batch, g->k, g->n, !Config::B_MN);
-    D3_TRY(encode_map(encode, &out->a, &a, D3_BOX));
+    D3_TRY(encode_map(encode, &out->a, &a, sm90_box_rows(Config::A_MN)));
     return encode_map(encode, &out->b, &b, sm90_box_rows(Config::B_MN));
 }
 
@@ -232,7 +232,7 @@ static dion3_status fill_group(encode_tiled_fn encode, sm90_group* out, const d3
         out->a_is_b = Config::SYMMETRIC && same_matrices(&g->a, &g->b);
     } else { /* one step of zeros: every box lies outside of maps with k = 1 */
         const sm90_view none = {g->d.data, g->batch, 1, 1, 8, 8};
-        D3_TRY(encode_map(encode, &out->a, &none, D3_BOX));
+        D3_TRY(encode_map(encode, &out->a, &none, sm90_box_rows(Config::A_MN)));
         D3_TRY(encode_map(encode, &out->b, &none, sm90_box_rows(Config::B_MN)));
         out->k_steps = 1;
         out->k_first = D3_BLOCK_K;

@@ -91,18 +91,28 @@ PTX_FN void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t full, int r
     }
 }
 
-/* One k-step: A and B of a tile into the ring's next stage. */
-template <class Config>
+/* A or B of one k-step into the ring's next stage. */
+template <class Config, bool FOR_B>
 PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring& ring, int k) {
-    const uint32_t full = ring.full + 8 * ring.slot, a = ring_stage(ring), b = a + D3_OPERAND_BYTES;
-    const int boxes = Config::SYMMETRIC && tile.diagonal && group.a_is_b ? 0 : tile.slabs;
+    const uint32_t full = ring.full + 8 * ring.slot, to = ring_stage(ring);
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-    ptx_mbarrier_arrive_expect_tx(full, D3_OPERAND_BYTES + boxes * D3_BOX_BYTES);
-    load_boxes<Config::A_MN>(a, &group.a, full, tile.row, k, tile.batch, boxes);
-    if constexpr (Config::B_MN) {
-        load_boxes<true>(b, &group.b, full, tile.col, k, tile.batch, 2);
+    if constexpr (FOR_B) {
+        ptx_mbarrier_arrive_expect_tx(full, D3_OPERAND_BYTES);
+        if constexpr (Config::B_MN) {
+            load_boxes<true>(to + D3_OPERAND_BYTES, &group.b, full, tile.col, k, tile.batch, 2);
+        } else {
+            ptx_tma_load(to + D3_OPERAND_BYTES, &group.b, full, k, tile.col, tile.batch);
+        }
     } else {
-        ptx_tma_load(b, &group.b, full, k, tile.col, tile.batch);
+        if constexpr (Config::A_MN) {
+            const int boxes = Config::SYMMETRIC && tile.diagonal && group.a_is_b ? 0 : tile.slabs;
+            ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
+            load_boxes<Config::A_MN>(to, &group.a, full, tile.row, k, tile.batch, boxes);
+        } else {
+            const bool skip_a = Config::SYMMETRIC && tile.diagonal && group.a_is_b;
+            ptx_mbarrier_arrive_expect_tx(full, skip_a ? 0 : D3_OPERAND_BYTES);
+            if (!skip_a) ptx_tma_load(to, &group.a, full, k, tile.row, tile.batch);
+        }
     }
     ring_next<Config>(ring);
 }
@@ -129,7 +139,17 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_sha
     ring_next<Config>(ring);
 }
 
-template <class Config, int CAPACITY>
+/* The stage of C or E as whoever loads B sees it. */
+template <class Config>
+PTX_FN void pass_operand(sm90_ring& ring) {
+    ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
+    ptx_mbarrier_arrive(ring.full + 8 * ring.slot);
+    ring_next<Config>(ring);
+}
+
+/* Two threads of different warps fill the ring: one with A, C and E, the other with B. To issue the
+ * loads of a stage takes one thread so long that it would show. */
+template <class Config, bool FOR_B, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     uint32_t operand_parity = 0xF; /* the stages, and the operands, start empty */
     ring.parity = 1;
@@ -140,9 +160,13 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
         const int k_length = group.k_steps * D3_BLOCK_K, consumer = wave % 2;
         int k_first = group.k_first;
         if constexpr (Config::OPERANDS) {
-            load_operand<Config>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
-            if (Config::SYMMETRIC && group.operands > 1) {
-                load_operand<Config>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
+            if constexpr (FOR_B) {
+                for (int i = 0; i < group.operands; i++) pass_operand<Config>(ring);
+            } else {
+                load_operand<Config>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
+                if (Config::SYMMETRIC && group.operands > 1) {
+                    load_operand<Config>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
+                }
             }
             /* A product that is not wanted: beyond the operands TMA reads zeros. */
             if (group.alpha_device != NULL && group.alpha * group.alpha_device[tile.batch] == 0.0f) {
@@ -150,7 +174,7 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
             }
         }
         for (int k = k_first; k < k_first + k_length; k += D3_BLOCK_K) {
-            load_step<Config>(group, tile, ring, k);
+            load_step<Config, FOR_B>(group, tile, ring, k);
         }
     }
 }
@@ -161,7 +185,7 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
 template <class Config>
 PTX_FN void initialise(sm90_shared<Config>& shared) {
     for (int s = 0; s < Config::STAGES; s++) {
-        ptx_mbarrier_init(ptx_shared(&shared.full[s]), 1);
+        ptx_mbarrier_init(ptx_shared(&shared.full[s]), 2); /* A and B */
         ptx_mbarrier_init(ptx_shared(&shared.empty[s]), 1);
     }
     for (int w = 0; w < 2; w++) {
@@ -171,9 +195,9 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
             ptx_mbarrier_init(ptx_shared(&shared.operand_empty[w][i]), 1);
         }
     }
-    for (int i = 0; i < D3_SCHEDULE; i++) { /* read by the producer and a consumer's four warps */
+    for (int i = 0; i < D3_SCHEDULE; i++) { /* read by two producers and a consumer's four warps */
         ptx_mbarrier_init(ptx_shared(&shared.tile_full[i]), 1);
-        ptx_mbarrier_init(ptx_shared(&shared.tile_empty[i]), 5);
+        ptx_mbarrier_init(ptx_shared(&shared.tile_empty[i]), 6);
     }
     ptx_fence_mbarrier_init();
 }
@@ -203,8 +227,12 @@ __global__ void __launch_bounds__(D3_THREADS, 1)
         if (threadIdx.x == 32) schedule<Config>(params, shared, first, found, wave);
         if (threadIdx.x == 0) {
             ptx_griddepcontrol_wait();
-            produce<Config>(params, shared, ring);
+            produce<Config, false>(params, shared, ring);
             ptx_griddepcontrol_launch_dependents();
+        }
+        if (threadIdx.x == 64) {
+            ptx_griddepcontrol_wait();
+            produce<Config, true>(params, shared, ring);
         }
     } else {
         ptx_setmaxnreg_inc<D3_CONSUMER_REGISTERS>();
