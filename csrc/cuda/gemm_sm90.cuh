@@ -7,9 +7,10 @@
  * swizzle; edges and k tails are zero-filled and clipped by TMA. Tiling: persistent thread
  * blocks of 384 threads, one producer warpgroup (TMA) and two consumer warpgroups (wgmma) that
  * take turns at the tensor cores, each owning a whole 128 x 128 tile, so that one's epilogue
- * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C travels to
- * the blocks in which the consumer will prepare its stores, while that waits for its turn and
- * multiplies, and is added into the accumulators; E follows it. Symmetric product: tiles with row
+ * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C and E come
+ * first, a step each: the consumer, while the other one multiplies, starts its accumulators from
+ * (beta / alpha) C + (gamma / alpha) E, and alpha is applied at the end. The last tiles of a launch
+ * may be computed in halves of 64 rows (tile_order.h). Symmetric product: tiles with row
  * >= col only; a tile below the diagonal is stored twice, straight and mirrored (stmatrix.trans),
  * with the same bits; a diagonal tile multiplies 64 x 64 for its upper slab, and the 8 x 8 blocks
  * on the diagonal are reflected (movmatrix), so that D equals its transpose bitwise. Work: 2 m n k
@@ -33,10 +34,9 @@ PTX_FN bool find_tile(const sm90_params<CAPACITY>& params, uint32_t& wave, sm90_
         const uint32_t unit = wave * gridDim.x + blockIdx.x;
         if (unit >= params.units) return false;
         while (unit >= params.group[tile.group].order.end) tile.group += 1;
-        wave += 1;
         d3_place place;
-        const d3_part part =
-            d3_order_unit(&params.group[tile.group].order, Config::SYMMETRIC, unit, gridDim.x, &place);
+        const d3_part part = d3_order_unit(&params.group[tile.group].order, Config::SYMMETRIC, wave++,
+                                           blockIdx.x, gridDim.x, &place);
         if (part == D3_NO_PART) continue;
         tile.row = (int)(place.row * D3_BLOCK) + (part == D3_LOWER_HALF ? D3_BOX : 0);
         tile.col = (int)(place.col * D3_BLOCK);
@@ -77,17 +77,20 @@ PTX_FN void schedule(const sm90_params<CAPACITY>& params, sm90_shared<Config>& s
 
 /* ---- producer ------------------------------------------------------------------------------- */
 
-/* Rows (outer dimension) of one box of B: K-major it is one box of all its rows. A, of which half a
- * tile needs half, comes in boxes of 64 either way. */
+/* Rows (outer dimension) of one box of an operand: K-major it is one box of all its rows, and half a
+ * tile loads more of A than it needs. Two boxes of 64 rows take longer to issue than they save. */
 constexpr int sm90_box_rows(bool mn_major) { return mn_major ? D3_BOX : D3_BLOCK; }
 
-/* `boxes` times 64 rows and 64 k to shared memory. */
+/* 128 rows, or 64 if one slab suffices, and 64 k of A or B to shared memory. */
 template <bool MN>
-PTX_FN void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k, int batch,
-                       int boxes) {
-#pragma unroll
-    for (int i = 0; i < 2; i++, row += D3_BOX, to += D3_BOX_BYTES) {
-        if (i < boxes) ptx_tma_load(to, map, full, MN ? row : k, MN ? k : row, batch);
+PTX_FN void load_block(uint32_t to, const CUtensorMap* map, uint32_t full, int row, int k, int batch,
+                       int slabs) {
+    ptx_mbarrier_arrive_expect_tx(full, MN ? slabs * D3_BOX_BYTES : D3_OPERAND_BYTES);
+    if constexpr (MN) {
+        ptx_tma_load(to, map, full, row, k, batch);
+        if (slabs > 1) ptx_tma_load(to + D3_BOX_BYTES, map, full, row + D3_BOX, k, batch);
+    } else {
+        ptx_tma_load(to, map, full, k, row, batch);
     }
 }
 
@@ -97,22 +100,11 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     const uint32_t full = ring.full + 8 * ring.slot, to = ring_stage(ring);
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
     if constexpr (FOR_B) {
-        ptx_mbarrier_arrive_expect_tx(full, D3_OPERAND_BYTES);
-        if constexpr (Config::B_MN) {
-            load_boxes<true>(to + D3_OPERAND_BYTES, &group.b, full, tile.col, k, tile.batch, 2);
-        } else {
-            ptx_tma_load(to + D3_OPERAND_BYTES, &group.b, full, k, tile.col, tile.batch);
-        }
+        load_block<Config::B_MN>(to + D3_OPERAND_BYTES, &group.b, full, tile.col, k, tile.batch, 2);
+    } else if (Config::SYMMETRIC && tile.diagonal && group.a_is_b) {
+        ptx_mbarrier_arrive(full);
     } else {
-        if constexpr (Config::A_MN) {
-            const int boxes = Config::SYMMETRIC && tile.diagonal && group.a_is_b ? 0 : tile.slabs;
-            ptx_mbarrier_arrive_expect_tx(full, boxes * D3_BOX_BYTES);
-            load_boxes<Config::A_MN>(to, &group.a, full, tile.row, k, tile.batch, boxes);
-        } else {
-            const bool skip_a = Config::SYMMETRIC && tile.diagonal && group.a_is_b;
-            ptx_mbarrier_arrive_expect_tx(full, skip_a ? 0 : D3_OPERAND_BYTES);
-            if (!skip_a) ptx_tma_load(to, &group.a, full, k, tile.row, tile.batch);
-        }
+        load_block<Config::A_MN>(to, &group.a, full, tile.row, k, tile.batch, tile.slabs);
     }
     ring_next<Config>(ring);
 }

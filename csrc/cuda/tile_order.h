@@ -8,10 +8,10 @@
  *
  *   - Groups follow each other, longest k first. Where a group ends within a wave, the workers that
  *     are still at its last tiles are left out for as many waves of the next group as those take
- *     (`begin`, `extra`).
+ *     (`late`, `extra`).
  *   - Where the last tiles of a group keep at most half of the workers busy, and nothing that follows
- *     could fill the others, they are cut in two (`cut`). Diagonal tiles, which are shorter, stay
- *     whole and come before.
+ *     could fill the others, they are cut in two (`cut`), unless k is short. Diagonal tiles, which are
+ *     shorter, stay whole and come before.
  *
  * Host and device; tests/c checks that every tile is met exactly once.
  */
@@ -21,14 +21,16 @@
 #include "../host_device.h"
 #include "../tri.h"
 
-#define D3_ORDER_ROWS 8u /* rows of tiles walked together: what they read stays in the L2 cache */
+#define D3_ORDER_ROWS 8u  /* rows of tiles walked together: what they read stays in the L2 cache */
+#define D3_ORDER_STEPS 16 /* k-steps from which half a tile is worth the code that it brings into the cache */
 
 typedef struct d3_order {
     uint32_t batch, rows, cols; /* of tiles; the symmetric product has cols = rows */
     uint32_t per_matrix;        /* tiles of one matrix */
-    uint32_t begin, end;        /* its first unit, and the one after its last */
-    uint32_t extra;             /* waves after its first from which the workers before `begin` are absent */
+    uint32_t wave, late;        /* of its first unit: that is worker `late`'s */
+    uint32_t extra;             /* waves after that one in which the first `late` workers are absent */
     uint32_t cut;               /* tiles that are computed in two halves, none of them on the diagonal */
+    uint32_t halves, end;       /* the first unit that is half a tile, and the one after the last */
 } d3_order;
 
 typedef struct d3_place {
@@ -101,47 +103,61 @@ D3_HD d3_place d3_order_symmetric(const d3_order* order, uint32_t first, uint32_
     return place;
 }
 
-/* What unit `unit` of a group is, order->begin <= unit < order->end; D3_NO_PART: nothing. */
-D3_HD d3_part d3_order_unit(const d3_order* order, int symmetric, uint32_t unit, uint32_t workers,
-                            d3_place* place) {
-    uint32_t late = order->begin % workers, wave = unit / workers - order->begin / workers;
-    uint32_t whole = d3_order_tiles(order) - order->cut;
-    uint32_t halves = order->begin + whole + late * order->extra; /* the first unit that is half a tile */
-    if (unit >= halves) {
-        uint32_t tile = whole + (unit - halves) / 2;
+/* What a group has for a worker in a wave, from the group's first unit to the one before its end. */
+D3_HD d3_part d3_order_unit(const d3_order* order, int symmetric, uint32_t wave, uint32_t worker,
+                            uint32_t workers, d3_place* place) {
+    uint32_t unit = wave * workers + worker, whole = d3_order_tiles(order) - order->cut;
+    if (unit >= order->halves) {
+        uint32_t tile = whole + (unit - order->halves) / 2;
         *place = symmetric ? d3_order_below(order, tile - order->batch * order->rows)
                            : d3_order_general(order, tile);
-        return (unit - halves) % 2 ? D3_LOWER_HALF : D3_UPPER_HALF;
+        return (unit - order->halves) % 2 ? D3_LOWER_HALF : D3_UPPER_HALF;
     }
-    uint32_t worker = unit % workers, absent = wave <= order->extra ? late : 0, first, count;
+    wave -= order->wave;
+    uint32_t absent = wave <= order->extra ? order->late : 0, first, count;
     if (worker < absent) return D3_NO_PART;
-    first = wave * workers - late - late * (wave <= order->extra ? wave : order->extra) + absent;
+    first = wave * workers - order->late * (1 + (wave <= order->extra ? wave : order->extra)) + absent;
     count = whole - first < workers - absent ? whole - first : workers - absent;
     *place = symmetric ? d3_order_symmetric(order, first, count, worker - absent)
                        : d3_order_general(order, first + worker - absent);
     return D3_WHOLE;
 }
 
-/* How many tiles of the group that ends before unit `end` are cut: those of its last wave, if the idle
- * workers of that wave can take the other halves and what follows would leave them idle. Of a group
- * within one wave the diagonal tiles stay beside the halves. */
-D3_HD uint32_t d3_order_cut(const d3_order* order, int symmetric, uint64_t end, uint32_t workers,
-                            int32_t steps, uint64_t tiles_after, uint64_t steps_after) {
-    const uint32_t tiles = d3_order_tiles(order), idle = (uint32_t)((workers - end % workers) % workers);
+/* Sets wave to halves of a group whose first unit is `next` and whose predecessor's last tiles take
+ * `waves` times as long as its own; returns the unit after its last, uncut, tile. */
+D3_HD uint64_t d3_order_begin(d3_order* order, uint64_t next, uint32_t waves, uint32_t workers) {
+    const uint64_t tiles = (uint64_t)order->batch * order->per_matrix;
+    order->wave = (uint32_t)(next / workers);
+    order->late = (uint32_t)(next % workers);
+    order->extra = order->cut = 0;
+    if (order->late > 0 && waves > 1) {
+        const uint64_t present = workers - order->late, most = (tiles + present - 1) / present;
+        order->extra = (uint32_t)(waves < most ? waves : most) - 1;
+    }
+    next += tiles + (uint64_t)order->late * order->extra;
+    order->halves = (uint32_t)next;
+    return next;
+}
+
+/* How many tiles of a group that ends before unit order->halves are worth cutting: those of its last
+ * wave, if the idle workers of that wave can take the other halves and what follows would leave them
+ * idle. Of a group within one wave the diagonal tiles stay beside the halves. */
+D3_HD uint32_t d3_order_cut(const d3_order* order, int symmetric, uint32_t workers, int32_t steps,
+                            uint64_t tiles_after, uint64_t steps_after) {
+    const uint32_t tiles = d3_order_tiles(order), waves = (order->halves - 1) / workers - order->wave;
+    const uint32_t busy = (order->halves - 1) % workers + 1, idle = workers - busy;
     const uint32_t below = symmetric ? tiles - order->batch * order->rows : tiles;
-    const uint32_t last =
-        end - order->begin <= workers - idle ? tiles : workers - idle; /* in the last wave */
-    const uint32_t cut = last < tiles ? last : below;
-    if (cut > idle || cut > below) return 0;
+    const uint32_t cut = waves == 0 ? below : busy;
+    if (steps < D3_ORDER_STEPS || cut > idle || cut > below) return 0;
+    if (waves > 0 && waves <= order->extra) return 0;
     if (steps_after >= (uint64_t)idle * (uint32_t)steps) return 0;
     return tiles_after > idle || tiles_after <= idle - cut ? cut : 0;
 }
 
-/* Sets begin, end, extra and cut of the groups of a launch; steps[i]: k-steps of a tile of group i,
- * descending. Returns 0 if there are 2^31 units or more. */
+/* The schedule of the groups of a launch; steps[i]: k-steps of a tile of group i, descending. Returns 0
+ * if there are 2^31 units or more. */
 D3_HD int d3_order_launch(d3_order* const* groups, const int32_t* steps, int count, int symmetric,
                           uint32_t workers) {
-    const uint64_t limit = (uint64_t)1 << 31;
     uint64_t next = 0, tiles_after = 0, steps_after = 0;
     int i;
     for (i = 0; i < count; i++) {
@@ -152,23 +168,16 @@ D3_HD int d3_order_launch(d3_order* const* groups, const int32_t* steps, int cou
     for (i = 0; i < count; i++) {
         d3_order* order = groups[i];
         const uint64_t tiles = (uint64_t)order->batch * order->per_matrix;
-        const uint32_t late = (uint32_t)(next % workers), present = workers - late;
-        uint64_t end;
+        const uint32_t before = i == 0 ? 0 : (uint32_t)steps[i - 1] / (groups[i - 1]->cut > 0 ? 2 : 1);
+        next = d3_order_begin(order, next, before / (uint32_t)steps[i], workers);
         tiles_after -= tiles;
         steps_after -= tiles * (uint32_t)steps[i];
-        order->begin = (uint32_t)next;
-        order->extra = 0;
-        if (late > 0 && tiles >= 2 * present) { /* the workers before are at their last tiles or halves */
-            const uint32_t waves = (uint32_t)(steps[i - 1] / steps[i]) / (groups[i - 1]->cut > 0 ? 2 : 1);
-            const uint32_t most = (uint32_t)(tiles / present);
-            order->extra = waves < 2 ? 0 : (waves < most ? waves : most) - 1;
+        if (next + workers >= (uint64_t)1 << 31) return 0;
+        if (i + 1 == count || 2 * steps[i + 1] <= steps[i]) { /* else the next are as good as halves */
+            order->cut = d3_order_cut(order, symmetric, workers, steps[i], tiles_after, steps_after);
+            order->halves -= order->cut;
+            next += order->cut;
         }
-        end = next + tiles + (uint64_t)late * order->extra;
-        if (end + workers >= limit) return 0;
-        order->cut = 0;
-        if (i + 1 == count || 2 * steps[i + 1] <= steps[i])
-            order->cut = d3_order_cut(order, symmetric, end, workers, steps[i], tiles_after, steps_after);
-        next = end + order->cut;
         order->end = (uint32_t)next;
     }
     return 1;

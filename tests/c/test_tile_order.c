@@ -39,9 +39,9 @@ static void walk(const d3_order* order, int symmetric, uint32_t workers, uint64_
     static const uint8_t halves[] = {0, 3, 1, 2};
     uint32_t marked = 0;
     memset(seen, 0, (size_t)order->batch * order->rows * order->cols);
-    for (uint32_t unit = order->begin; unit < order->end; unit++) {
+    for (uint32_t unit = order->wave * workers + order->late; unit < order->end; unit++) {
         d3_place place;
-        const d3_part part = d3_order_unit(order, symmetric, unit, workers, &place);
+        const d3_part part = d3_order_unit(order, symmetric, unit / workers, unit % workers, workers, &place);
         if (part == D3_NO_PART) continue;
         EXPECT(part == D3_WHOLE || !symmetric || place.row != place.col, "half a diagonal tile");
         mark(order, place, symmetric, halves[part]);
@@ -65,8 +65,8 @@ static void check_launch(d3_order* groups, const int32_t* steps, int count, int 
     uint32_t next = 0;
     EXPECT(d3_order_launch(pointers, steps, count, symmetric, workers), "launch of %d groups", count);
     for (int i = 0; i < count; i++) {
-        EXPECT(groups[i].begin == (i == 0 ? 0 : groups[i - 1].end), "group %d begins at %u", i,
-               groups[i].begin);
+        const uint32_t begin = groups[i].wave * workers + groups[i].late;
+        EXPECT(begin == (i == 0 ? 0 : groups[i - 1].end), "group %d begins at %u", i, begin);
         walk(&groups[i], symmetric, workers, (uint64_t)steps[i], load);
         for (uint32_t tile = 0; tile < d3_order_tiles(&groups[i]); tile++)
             by_wave[next++ % workers] += 2 * (uint64_t)steps[i];
@@ -80,7 +80,7 @@ static void check_launch(d3_order* groups, const int32_t* steps, int count, int 
 }
 
 static void check_one(uint32_t batch, uint32_t rows, uint32_t cols, int symmetric, uint32_t workers) {
-    const int32_t steps = 8;
+    const int32_t steps = D3_ORDER_STEPS;
     d3_order group[4] = {order_of(batch, rows, cols, symmetric)};
     check_launch(group, &steps, 1, symmetric, workers);
 }
