@@ -109,38 +109,31 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     ring_next<Config>(ring);
 }
 
-/* C (index 0) or E (1) of a tile into the ring's next stage: its blocks of 64 x 64, of a diagonal
- * tile only what is stored. The consumer, who need not have the turn, waits by a barrier of its own;
- * where k is short two of its tiles are in the ring at once, and so that barrier has an empty half. */
-template <class Config>
+/* C (index 0) or E (1) of a tile into the ring's next stage, each thread the 64 columns of its own:
+ * blocks of 64 x 64, of a diagonal tile only what is stored. The consumer, who need not have the turn,
+ * waits by a barrier of its own for both threads: if it freed a stage that one of them has not yet
+ * seen empty, that one would wait for ever. Where k is short two tiles of a consumer are in the ring at
+ * once, and so that barrier has an empty half. */
+template <class Config, bool FOR_B>
 PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_shared<Config>& shared,
                          sm90_ring& ring, int consumer, int index, uint32_t& parity) {
-    const uint32_t full = ptx_shared(&shared.operand_full[consumer][index]), to = ring_stage(ring);
-    const uint32_t bit = 2 * consumer + index;
-    const bool diagonal = Config::SYMMETRIC && tile.diagonal;
+    const uint32_t full = ptx_shared(&shared.operand_full[consumer][index]), bit = 2 * consumer + index;
+    const int first = FOR_B && Config::SYMMETRIC && tile.diagonal ? 1 : 0; /* slab */
+    const uint32_t to = ring_stage(ring) + (FOR_B ? D3_BOX_BYTES : 0);
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
     ptx_mbarrier_arrive(ring.full + 8 * ring.slot); /* in step with the stages that are waited for by it */
     ptx_mbarrier_wait(ptx_shared(&shared.operand_empty[consumer][index]), parity >> bit & 1);
     parity ^= 1 << bit;
-    ptx_mbarrier_arrive_expect_tx(full, (diagonal ? 3 : 2 * tile.slabs) * D3_BOX_BYTES);
-    for (int i = 0; i < 2 * tile.slabs; i++) {
-        const int row = tile.row + i / 2 * D3_BOX, col = tile.col + i % 2 * D3_BOX;
-        if (diagonal && i == 1) continue;
-        ptx_tma_load(to + i * D3_BOX_BYTES, map, full, col, row, tile.batch);
+    ptx_mbarrier_arrive_expect_tx(full, (tile.slabs - first) * D3_BOX_BYTES);
+    for (int slab = first; slab < tile.slabs; slab++) {
+        ptx_tma_load(to + slab * 2 * D3_BOX_BYTES, map, full, tile.col + (FOR_B ? D3_BOX : 0),
+                     tile.row + slab * D3_BOX, tile.batch);
     }
     ring_next<Config>(ring);
 }
 
-/* The stage of C or E as whoever loads B sees it. */
-template <class Config>
-PTX_FN void pass_operand(sm90_ring& ring) {
-    ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-    ptx_mbarrier_arrive(ring.full + 8 * ring.slot);
-    ring_next<Config>(ring);
-}
-
-/* Two threads of different warps fill the ring: one with A, C and E, the other with B. To issue the
- * loads of a stage takes one thread so long that it would show. */
+/* Two threads of different warps fill the ring: one with A, the other with B, each with half of C and
+ * E. To issue the loads of a stage takes one thread so long that it would show. */
 template <class Config, bool FOR_B, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     uint32_t operand_parity = 0xF; /* the stages, and the operands, start empty */
@@ -152,13 +145,9 @@ PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
         const int k_length = group.k_steps * D3_BLOCK_K, consumer = wave % 2;
         int k_first = group.k_first;
         if constexpr (Config::OPERANDS) {
-            if constexpr (FOR_B) {
-                for (int i = 0; i < group.operands; i++) pass_operand<Config>(ring);
-            } else {
-                load_operand<Config>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
-                if (Config::SYMMETRIC && group.operands > 1) {
-                    load_operand<Config>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
-                }
+            load_operand<Config, FOR_B>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
+            if (Config::SYMMETRIC && group.operands > 1) {
+                load_operand<Config, FOR_B>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
             }
             /* A product that is not wanted: beyond the operands TMA reads zeros. */
             if (group.alpha_device != NULL && group.alpha * group.alpha_device[tile.batch] == 0.0f) {
@@ -183,7 +172,7 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
     for (int w = 0; w < 2; w++) {
         ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 1);
+            ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 2);
             ptx_mbarrier_init(ptx_shared(&shared.operand_empty[w][i]), 1);
         }
     }
