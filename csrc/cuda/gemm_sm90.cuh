@@ -133,7 +133,8 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_sha
 }
 
 /* Two threads of different warps fill the ring: one with A, the other with B, each with half of C and
- * E (tests/test_sm90_pipeline.py has a model of all waits and arrivals). To issue the loads of a stage takes one thread so long that it would show. */
+ * E. To issue the loads of a stage takes one thread so long that it would show. All waits and arrivals
+ * are modelled in tests/test_sm90_pipeline.py. */
 template <class Config, bool FOR_B, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
     uint32_t operand_parity = 0xF; /* the stages, and the operands, start empty */
