@@ -404,6 +404,22 @@ void adamw_(TensorList param, TensorList grad, TensorList exp_avg, TensorList ex
     for (const Flat& flat : written) flat.write_back();
 }
 
+/* Address, sizes and strides of every tensor of a list, as bytes to be compared. A step asks for those of
+ * all parameters and states: one call instead of three a tensor. */
+pybind11::bytes geometry(const pybind11::list& tensors) {
+    std::vector<int64_t> facts;
+    facts.reserve(8 * tensors.size());
+    for (const pybind11::handle item : tensors) {
+        TORCH_CHECK_TYPE(THPVariable_Check(item.ptr()), "geometry: a list of tensors is needed");
+        const Tensor& t = THPVariable_Unpack(item.ptr());
+        facts.push_back(reinterpret_cast<int64_t>(t.const_data_ptr()));
+        facts.push_back(t.dim());
+        for (const int64_t size : t.sizes()) facts.push_back(size);
+        for (const int64_t stride : t.strides()) facts.push_back(stride);
+    }
+    return {reinterpret_cast<const char*>(facts.data()), facts.size() * sizeof(int64_t)};
+}
+
 void register_all(torch::Library& m) {
     m.impl("momentum_", momentum_);
     m.impl("select_", select_);
@@ -422,6 +438,7 @@ TORCH_LIBRARY_IMPL(dion3, CUDA, m) { register_all(m); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.doc() = "Build facts of the native part; importing it registers the operators dion3::*.";
+    m.def("geometry", &geometry, pybind11::arg("tensors"));
     m.def("selection_count", &dion3_selection_count, pybind11::arg("fraction"), pybind11::arg("n"));
     m.attr("compiler") = std::string(__VERSION__);
     m.attr("torch_version") = std::string(TORCH_VERSION);

@@ -67,6 +67,7 @@ class DevicePlan:
         self.axis = [item.piece.axis for item in self.items]
         self.k = [item.piece.k for item in self.items]
         self.nesterov = [item.options.nesterov for item in self.items]
+        self.looks_at_grads = any(self.nesterov)
         self.momentum: list[Tensor] = []
         self.score: list[Tensor] = []
         self.sumsq: list[Tensor] = []
@@ -164,12 +165,14 @@ class DevicePlan:
 
     def _keep(self, grads: list[Tensor]) -> list[Tensor]:
         """Copies of the gradients that Newton-Schulz sees (nesterov), in memory that a graph may read."""
-        pairs = list(zip(grads, self.nesterov, strict=True))
         if self.kept is None:
+            pairs = zip(grads, self.nesterov, strict=True)
             self.kept = [torch.empty_like(g) if n else self.absent for g, n in pairs]
-        if any(self.nesterov):
+        if self.looks_at_grads:
             targets = [k for k, n in zip(self.kept, self.nesterov, strict=True) if n]
-            torch._foreach_copy_(targets, [g for g, n in pairs if n])
+            torch._foreach_copy_(
+                targets, [g for g, n in zip(grads, self.nesterov, strict=True) if n]
+            )
         return self.kept
 
     def _orthogonalize(

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import layout
+from . import build, layout
 from .coefficients import normalize_coefficients
 from .layout import Piece
 from .options import GroupOptions, Options, plan_values
@@ -41,10 +41,12 @@ WORKSPACE_LIMIT = 2 * 2**30
 
 Groups = Sequence[Mapping[str, Any]]
 
-# Unbound, for map: a signature is compared in every step.
-_pointer = Tensor.data_ptr
-_shape = attrgetter("shape")
-_strides = Tensor.stride
+
+def _geometry(tensors: list[Tensor]) -> Any:
+    """Address, shape and strides of each, in a form that is quick to compare."""
+    if build.native is not None:
+        return build.native.geometry(tensors)
+    return [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
 
 
 class Signature:
@@ -61,11 +63,9 @@ class Signature:
         self.places = [(e, k) for e, k in pairs if isinstance(e[k], Tensor)]
         self.tensors = [entry[key] for entry, key in self.places]
         flat = [p for params in self.params for p in params]
-        self.plain = [p for p in flat if not is_traceable_wrapper_subclass(p)]
-        self.watched = self.plain + self.tensors
-        self.pointers = list(map(_pointer, self.watched))
-        self.shapes = list(map(_shape, self.plain))
-        self.strides = list(map(_strides, self.plain))
+        plain = [p for p in flat if not is_traceable_wrapper_subclass(p)]
+        self.watched = plain + self.tensors
+        self.geometry = _geometry(self.watched)
 
     def matches(
         self, groups: Groups, state: State, options: Options, grads: Sequence[Tensor | None]
@@ -81,9 +81,7 @@ class Signature:
             and [grad is not None for grad in grads] == self.has_grad
             and all(map(is_, state.values(), self.states))
             and all(map(is_, [entry.get(key) for entry, key in self.places], self.tensors))
-            and list(map(_pointer, self.watched)) == self.pointers
-            and list(map(_shape, self.plain)) == self.shapes
-            and list(map(_strides, self.plain)) == self.strides
+            and _geometry(self.watched) == self.geometry
             and [plan_values(group, options) for group in groups] == self.options
         )
 

@@ -240,7 +240,7 @@ MUTANTS = [
     _m(
         "new plan for exchanged memory",
         "dion3/plan.py",
-        "            and list(map(_pointer, self.watched)) == self.pointers\n",
+        "            and _geometry(self.watched) == self.geometry\n",
         "",
         "test_optimizer_contract.py::test_the_plan_notices_exchanged_memory",
     ),
