@@ -146,6 +146,14 @@ def test_restarts_of_other_coefficients(arguments, restarts, capsys):
     assert found["restarts"] == restarts
 
 
+def test_restarts_take_the_rows_that_gram_ns_takes(capsys):
+    from dion3.coefficients import normalize_coefficients
+
+    main(["restarts", "--steps", "7", "--json"])
+    found = json.loads(capsys.readouterr().out)["coefficients"]
+    assert found == [list(row) for row in normalize_coefficients(None, 7)]
+
+
 def test_restarts_that_are_not_enough_are_exit_code_1(capsys):
     # Eight rows of Polar Express, all but the last scaled by 1.01, need two restarts.
     from dion3.coefficients import POLAR_EXPRESS_8, scaled

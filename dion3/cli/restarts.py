@@ -7,6 +7,7 @@ accumulated factor; a metric of 1e8 or more is not safe.
 
 Examples:
   python -m dion3 restarts
+  python -m dion3 restarts --steps 7
   python -m dion3 restarts --set keller --steps 7
   python -m dion3 restarts --coefficients 3.4,-4.7,2.0 --coefficients 2,-1.5,0.5
 """
@@ -108,6 +109,8 @@ def _coefficients(arguments: argparse.Namespace) -> tuple[tuple[float, float, fl
         chosen = [_triple(text) for text in arguments.coefficients]
         if len(chosen) == 1:
             chosen = chosen[0]
+    elif safety is None and arguments.set == "polar-express":
+        chosen = None  # what gram_ns takes for this number of iterations, its safety factor in it
     elif safety is None and arguments.set.startswith("polar-express"):
         safety = 1.05
     try:
