@@ -1,4 +1,9 @@
-"""A language model trained with ours beside torch's: the losses stay together."""
+"""A language model trained with ours beside torch's: the losses stay together.
+
+Only for a few steps: torch.optim.Muon rounds to bf16 where ours does not, and training amplifies any
+difference. Beside a reference with the same roundings, 19 M parameters and 600 steps:
+`python -m benchmarks.bench_training`.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +95,6 @@ def ours(matrices, others):
 
 
 SMALL = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 8}
-FULL = {"width": 512, "layers": 6, "heads": 8, "context": 64, "batch": 8}
 
 
 def _gap(device, steps, size):
@@ -103,13 +107,6 @@ def _gap(device, steps, size):
 def test_losses_follow_torchs_muon(device):
     """60 steps of a small model: the relative gap stays below 1.2e-3 at every step."""
     assert _gap(device, 60, SMALL) < 1.2e-3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_losses_follow_torchs_muon_at_full_size(device):
-    """20 M parameters, 6 layers, 600 steps."""
-    assert _gap(device, 600, FULL) < 1.2e-3
 
 
 def test_dion3_learns_as_muon_does(device):
