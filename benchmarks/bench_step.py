@@ -159,17 +159,16 @@ def ns_operations(config: NSConfig, shape: tuple[int, int]) -> int:
     return sum(cost[stage.kind] for stage in build_program(config.coefficients, restarts))
 
 
-def least_bytes(item: Item, momentum: int, muon: bool) -> float:
+def least_bytes(item: Item, momentum: int) -> float:
     """What momentum, gather, neuron norm and update must move for one piece of a parameter."""
     piece, weight = item.piece, item.parameter.element_size()
     elements = piece.batch * piece.rows * piece.cols
     chosen = piece.batch * piece.update_shape[0] * piece.update_shape[1]
     rows = piece.axis == ROWS
-    read, written = gather_elements(elements, chosen, momentum, rows)
     update = chosen * item.config.dtype.itemsize
-    gather = momentum * (read if muon else read + written) + update
+    gather = momentum * gather_elements(elements, chosen, momentum, rows) + update
     if item.options.nesterov:
-        gather += weight * gather_elements(elements, chosen, weight, rows)[0]
+        gather += weight * gather_elements(elements, chosen, weight, rows)
     neuron = update if item.options.neuron_norm else 0
     return (2 * momentum + weight) * elements + gather + neuron + 2 * weight * elements + update
 
@@ -182,10 +181,9 @@ def floor_ms(optimizer: torch.optim.Optimizer, limits: Ceilings) -> float:
     if not isinstance(optimizer, dion3.Dion3):
         return float("nan")
     moved, operations = 0.0, 0
-    muon = isinstance(optimizer, dion3.Muon)
     for plan in optimizer._plans:
         for item, buffer in zip(plan.items, plan.momentum, strict=True):
-            moved += least_bytes(item, buffer.element_size(), muon)
+            moved += least_bytes(item, buffer.element_size())
             operations += item.piece.batch * ns_operations(item.config, item.piece.update_shape)
         if plan.adamw is not None:
             for weight, average in zip(plan.adamw.param, plan.adamw.exp_avg, strict=True):

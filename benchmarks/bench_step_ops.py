@@ -84,6 +84,7 @@ class Case:
             torch.tensor([[*row, *[0.0] * (12 - len(row))]], device=device)
             for row in (MATRIX_HYPER, ADAMW_HYPER)
         )
+        feedback = torch.tensor([0.95], device=device)
         absent = [torch.empty(0, device=device)] * count
         zeros, ones = [0] * count, [1.0] * count
         axes, numbers = [axis] * count, list(range(count))
@@ -102,7 +103,9 @@ class Case:
             )  # fmt: skip
 
         self.calls: dict[str, Callable[[], object]] = {
-            "momentum": lambda: ops.momentum_(m, g, hyper, zeros, axes, score, sumsq),
+            "momentum": lambda: ops.momentum_(
+                m, g, slots, feedback, hyper, zeros, axes, score, sumsq
+            ),
             "select": lambda: ops.select_(score, sumsq, indices, slots, norm, [k] * count),
             "gather": lambda: ops.gather_(m, absent, indices, norm, hyper, zeros, axes, gathered),
             "neuron": lambda: ops.neuron_(update, neurons, neuron, hyper, zeros, factor),
@@ -114,11 +117,11 @@ class Case:
         elements = count * math.prod(shape)
         chosen, slices = count * math.prod(part), count * math.prod(lead) * n
         size = momentum.itemsize
-        read, written = gather_elements(elements, chosen, size, axis == 0)
+        read = gather_elements(elements, chosen, size, axis == 0)
         moved = {
             "momentum": (2 * size + 2) * elements,
             "select": 16 * slices + 4 * slices + 4 * slices * k // n,
-            "gather": round(size * (read + written)) + 2 * chosen,
+            "gather": round(size * read) + 2 * chosen,
             "neuron": 2 * chosen,
             "update": 4 * elements + 2 * chosen,
             "adamw": (6 + 4 * size) * elements,

@@ -177,16 +177,15 @@ def ceilings(rounds: int = 30) -> Ceilings:
     return found
 
 
-def gather_elements(elements: int, chosen: int, size: int, rows: bool) -> tuple[float, float]:
-    """Elements of `size` bytes that a gather of `chosen` ones reads, and that it writes back.
+def gather_elements(elements: int, chosen: int, size: int, rows: bool) -> float:
+    """Elements of `size` bytes that a gather of `chosen` ones reads.
 
-    Rows move alone; of scattered columns move whole pieces of memory, read by 64 bytes and written by
-    32 (docs/kernels.md, section 5).
+    Rows move alone; of scattered columns move whole pieces of memory, 64 bytes each (docs/kernels.md,
+    section 5).
     """
     if rows:
-        return float(chosen), float(chosen)
-    left = 1.0 - chosen / elements
-    return elements * (1.0 - left ** (64 // size)), elements * (1.0 - left ** (32 // size))
+        return float(chosen)
+    return elements * (1.0 - (1.0 - chosen / elements) ** (64 // size))
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

@@ -71,6 +71,8 @@ dion3_status d3_check_momentum(const dion3_momentum_item* items, int64_t count) 
         D3_TRY(d3_check_tensor(op, i, "momentum", &it->momentum, it->batch, it->rows, it->cols, 1));
         D3_TRY(d3_check_tensor(op, i, "grad", &it->grad, it->batch, it->rows, it->cols, 0));
         D3_TRY(check_pointer(op, i, "hyper", it->hyper, 4));
+        if (it->slots) D3_TRY(check_pointer(op, i, "slots", it->slots, 4));
+        if (it->feedback) D3_TRY(check_pointer(op, i, "feedback", it->feedback, 4));
         if (it->score) D3_TRY(check_pointer(op, i, "score", it->score, 8));
         if (it->sumsq) D3_TRY(check_pointer(op, i, "sumsq", it->sumsq, 8));
     }
@@ -119,7 +121,7 @@ dion3_status d3_check_gather(const dion3_gather_item* items, int64_t count) {
         D3_TRY(check_sizes(op, i, it->batch, it->rows, it->cols));
         D3_TRY(check_axis(op, i, it->axis));
         D3_TRY(check_selection(op, i, it->axis, it->rows, it->cols, it->k, "indices", it->indices));
-        D3_TRY(d3_check_tensor(op, i, "momentum", &it->momentum, it->batch, it->rows, it->cols, 1));
+        D3_TRY(d3_check_tensor(op, i, "momentum", &it->momentum, it->batch, it->rows, it->cols, 0));
         if (it->grad.data) {
             D3_TRY(d3_check_tensor(op, i, "grad", &it->grad, it->batch, it->rows, it->cols, 0));
         }

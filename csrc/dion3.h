@@ -58,13 +58,14 @@ typedef struct dion3_tensor {
 /* The numbers of a parameter group that a schedule may move: one row of DION3_HYPER_COUNT floats in
  * the memory of the items' device, read when the operation runs. */
 enum {
-    DION3_HYPER_DECAY = 0,    /* a = 1 - lr * weight_decay, multiplies every weight */
-    DION3_HYPER_STEP = 1,     /* b = lr * lr_transfer */
-    DION3_HYPER_KEEP = 2,     /* multiplies the momentum before the gradient is added (Dion3: 1; Muon: mu) */
-    DION3_HYPER_GAIN = 3,     /* multiplies the gradient: 1 - mu, negative to maximise */
-    DION3_HYPER_FEEDBACK = 4, /* multiplies the selected momentum after it was read (Dion3: mu; Muon: 1) */
-    DION3_HYPER_EPS = 5,      /* the least norm that is divided by */
-    DION3_HYPER_BETA2 = 6,    /* of the neuron second moment */
+    DION3_HYPER_DECAY = 0, /* a = 1 - lr * weight_decay, multiplies every weight */
+    DION3_HYPER_STEP = 1,  /* b = lr * lr_transfer */
+    DION3_HYPER_KEEP = 2,  /* multiplies the momentum before the gradient is added (Dion3: 1; Muon: mu) */
+    DION3_HYPER_GAIN = 3,  /* multiplies the gradient: 1 - mu, negative to maximise */
+    DION3_HYPER_FEEDBACK =
+        4,               /* multiplies the selected momentum before the next gradient (Dion3: mu; Muon: 1) */
+    DION3_HYPER_EPS = 5, /* the least norm that is divided by */
+    DION3_HYPER_BETA2 = 6, /* of the neuron second moment */
     DION3_HYPER_NEURON_EPS = 7,
     DION3_HYPER_NESTEROV =
         8, /* nu: Newton-Schulz sees nu * m + (1 - nu) * sign(gain) * g; 1 = plain momentum */
@@ -87,12 +88,15 @@ enum {
 enum { DION3_ROWS = 0, DION3_COLS = 1 };
 
 /* ---- momentum ---------------------------------------------------------------------------------
- * m <- keep * m + gain * g for every element (Algorithm 4 line 1, scaled by 1 - mu), and of the new,
- * rounded m the sums per slice. */
+ * The feedback of the step before, m <- feedback * m rounded to the dtype of m, in the slices that it
+ * selected (Algorithm 4 line 9): here it costs no pass of its own. Then m <- keep * m + gain * g for every
+ * element (line 1, scaled by 1 - mu), and of the new, rounded m the sums per slice. */
 typedef struct dion3_momentum_item {
     dion3_tensor momentum; /* (batch, rows, cols) in/out, any dtype */
     dion3_tensor grad;     /* (batch, rows, cols) in, any dtype */
     int64_t batch, rows, cols;
+    const int32_t* slots;  /* (batch, n) of the last dion3_select, -1 not selected; NULL: all slices were */
+    const float* feedback; /* DION3_HYPER_FEEDBACK of the last step; NULL: 1, as it is where none is due */
     const float* hyper;
     double* score; /* out (batch, n): sum of |m| over the slice; n = rows or cols by axis; NULL: not wanted */
     double* sumsq; /* out (batch, n): sum of m * m, or NULL. With nesterov != 1 of the Newton-Schulz input */
@@ -124,10 +128,10 @@ dion3_status dion3_select_cuda(const dion3_select_item* items, int64_t count, vo
 
 /* ---- gather -----------------------------------------------------------------------------------
  * out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)) (0 where that divides by 0, the
- * largest float where it overflows), then m[selected] <- feedback * m[selected] (Algorithm 4 lines 3 and 9); a feedback of exactly 1 writes nothing.
+ * largest float where it overflows) (Algorithm 4 line 3).
  * With nesterov nu != 1 the value gathered is nu * m + (1 - nu) * sign(gain) * g. */
 typedef struct dion3_gather_item {
-    dion3_tensor momentum; /* (batch, rows, cols) in/out */
+    dion3_tensor momentum; /* (batch, rows, cols) in */
     dion3_tensor grad;     /* (batch, rows, cols), read only with nesterov != 1; data may be NULL otherwise */
     dion3_tensor out;      /* (batch, k, cols) for rows, (batch, rows, k) for columns */
     int64_t batch, rows, cols, k;

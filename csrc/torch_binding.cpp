@@ -114,6 +114,19 @@ const float* hyper_row(const char* op, const Tensor& hyper, at::Device device, i
     return hyper.data_ptr<float>() + group * DION3_HYPER_COUNT;
 }
 
+/* The number of a matrix's group, or NULL when there are none. */
+const float* feedback_of(const char* op, const Tensor& feedback, at::Device device, int64_t i,
+                         int64_t group) {
+    if (!present(feedback)) return nullptr;
+    TORCH_CHECK(feedback.dim() == 1 && feedback.scalar_type() == at::kFloat && feedback.is_contiguous() &&
+                    feedback.device() == device,
+                "dion3::", op, ": feedback must be empty or a contiguous float32 tensor (groups) on ", device,
+                ", not ", feedback.scalar_type(), " ", feedback.sizes(), " on ", feedback.device());
+    TORCH_CHECK(group >= 0 && group < feedback.size(0), "dion3::", op, ": group[", i, "]=", group,
+                " must be 0 .. ", feedback.size(0) - 1, ", of which there is feedback");
+    return feedback.data_ptr<float>() + group;
+}
+
 void check_status(dion3_status status) { TORCH_CHECK(status == DION3_OK, dion3_last_error()); }
 
 /* Runs the C function of the tensors' device; on CUDA on torch's current stream, the workspace from
@@ -160,12 +173,13 @@ void call(const std::vector<Item>& items, CpuFunction<Item> cpu) {
 #define D3_CALL_WITH_WORKSPACE(op) D3_CALL(op)
 #endif
 
-void momentum_(TensorList momentum, TensorList grad, const Tensor& hyper, Ints group, Ints axis,
-               TensorList score, TensorList sumsq) {
+void momentum_(TensorList momentum, TensorList grad, TensorList slots, const Tensor& feedback,
+               const Tensor& hyper, Ints group, Ints axis, TensorList score, TensorList sumsq) {
     const char* op = "momentum_";
     const int64_t n = static_cast<int64_t>(momentum.size());
     check_lengths(op, n,
                   {{"grad", grad.size()},
+                   {"slots", slots.size()},
                    {"group", group.size()},
                    {"axis", axis.size()},
                    {"score", score.size()},
@@ -181,6 +195,8 @@ void momentum_(TensorList momentum, TensorList grad, const Tensor& hyper, Ints g
                     s.batch,
                     s.rows,
                     s.cols,
+                    array<int32_t>(op, "slots", i, slots[i], device, slices),
+                    feedback_of(op, feedback, device, i, group[i]),
                     hyper_row(op, hyper, device, i, group[i]),
                     array<double>(op, "score", i, score[i], device, slices),
                     array<double>(op, "sumsq", i, sumsq[i], device, slices),

@@ -1,9 +1,10 @@
 """Runs a plan on one device: one call per operation for all matrices, whatever their number.
 
-  momentum_           M <- keep M + gain G, and its row or column sums    Algorithm 4 line 1
+  momentum_           M[S] <- feedback M[S], S of the step before;        Algorithm 4 line 9
+                      M <- keep M + gain G, and its row or column sums    line 1
   select_             the k slices with the largest sums; norms           line 2
   per pass:
-    gather_             X <- M[S] / |M[S]|;  M[S] <- feedback M[S]        lines 3 and 9
+    gather_             X <- M[S] / |M[S]|                                line 3
     newton_schulz_out   O <- polar(X), all stacks of the pass             line 3
     neuron_             row factors                                       lines 4-6
     update_             W <- round(a W - b O)                             lines 7-8
@@ -11,6 +12,9 @@
 
 The lists below are the operations' arguments: entry i of each belongs to piece i. They are made
 once; in steady state only the gradients are collected anew.
+
+Line 9 is left to the next momentum_, which reads and writes all of M anyway. Until then it is due, and
+whoever looks at M first calls `settle` (`Dion3.state` does).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import layout, ops
+from . import layout, ops, reference
 from .graph import StepGraph
 from .layout import ROWS, Piece
 from .plan import Bucket, DeviceWork, Item
@@ -34,9 +38,16 @@ class DevicePlan:
     """The argument lists of one device's part of a step, and the step itself."""
 
     def __init__(
-        self, device: torch.device, work: DeviceWork, state: State, seed: int, cuda_graph: bool
+        self,
+        device: torch.device,
+        work: DeviceWork,
+        state: State,
+        seed: int,
+        cuda_graph: bool,
+        groups: int,
     ) -> None:
-        """Make the lists. `state` must be complete for every parameter that takes part."""
+        """Make the lists. `state` must be complete for every parameter that takes part; `groups`: how
+        many parameter groups there are."""
         self.device = device
         self.graph = StepGraph() if cuda_graph and device.type == "cuda" else None
         self.work = work
@@ -45,6 +56,9 @@ class DevicePlan:
         self.absent = torch.empty(0, device=device)
         self.staged: dict[int, tuple[Tensor, Tensor]] = {}
         self.kept: list[Tensor] | None = None
+        self.feedback = torch.ones(groups, device=device)  # of the last step; 1 is none
+        self.due = False
+        self.stream: torch.cuda.Stream | None = None  # of the last step
         self.items = [item for bucket in work.buckets for item in bucket.items]
         self._list_momentum(state)
         self._list_weights(state)
@@ -84,7 +98,10 @@ class DevicePlan:
             selective = piece.selective
             self.score.append(take((*stack, n), torch.float64) if selective else self.absent)
             self.indices.append(take((*stack, piece.k), torch.int32) if selective else self.absent)
-            self.slots.append(take((*stack, n), torch.int32) if selective else self.absent)
+            slots = torch.empty((*stack, n), dtype=torch.int32, device=self.device)
+            self.slots.append(
+                slots if selective else self.absent
+            )  # outlive the step, as M[S] is due
 
     def _list_weights(self, state: State) -> None:
         """Arguments of update_ that do not depend on the pass."""
@@ -147,6 +164,18 @@ class DevicePlan:
         if self.graph is None:
             self.workspace.release()
 
+    def settle(self) -> None:
+        """M[S] <- feedback M[S] of the last step, unless it is done."""
+        if not self.due:
+            return
+        self.due = False
+        # In the order of the step's stream; M may have been made in inference mode.
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            reference.feed_back_(self.momentum, self.slots, self.feedback, self.group, self.axis)
+            self.feedback.fill_(1.0)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
     def release_graph(self) -> None:
         """Give back the graph and the memory it works in."""
         if self.graph is not None:
@@ -154,7 +183,20 @@ class DevicePlan:
             self.workspace.release()
 
     def _run_matrices(self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None) -> None:
-        ops.momentum_(self.momentum, grads, hyper, self.group, self.axis, self.score, self.sumsq)
+        ops.momentum_(
+            self.momentum,
+            grads,
+            self.slots,
+            self.feedback,
+            hyper,
+            self.group,
+            self.axis,
+            self.score,
+            self.sumsq,
+        )
+        self.due = True
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.current_stream(self.device)
         if self.graph is None or observed is not None:
             seen = [g if n else self.absent for g, n in zip(grads, self.nesterov, strict=True)]
             self._orthogonalize(seen, hyper, observed)
@@ -179,6 +221,7 @@ class DevicePlan:
         self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None
     ) -> None:
         """All of the step behind the gradients."""
+        self.feedback.copy_(hyper[:, reference.FEEDBACK])
         if self.steps:
             torch._foreach_add_(self.steps, 1.0)
         ops.select_(self.score, self.sumsq, self.indices, self.slots, self.norm, self.k)

@@ -23,16 +23,16 @@ from torch import Tensor
 
 _library = torch.library.Library("dion3", "DEF")
 _library.define(
-    "momentum_(Tensor(a!)[] momentum, Tensor[] grad, Tensor hyper, int[] group, int[] axis, "
-    "Tensor(b!)[] score, Tensor(c!)[] sumsq) -> ()"
+    "momentum_(Tensor(a!)[] momentum, Tensor[] grad, Tensor[] slots, Tensor feedback, Tensor hyper, "
+    "int[] group, int[] axis, Tensor(b!)[] score, Tensor(c!)[] sumsq) -> ()"
 )
 _library.define(
     "select_(Tensor[] score, Tensor[] sumsq, Tensor(a!)[] indices, Tensor(b!)[] slots, "
     "Tensor(c!)[] norm, int[] k) -> ()"
 )
 _library.define(
-    "gather_(Tensor(a!)[] momentum, Tensor[] grad, Tensor[] indices, Tensor[] norm, Tensor hyper, "
-    "int[] group, int[] axis, Tensor(b!)[] out) -> ()"
+    "gather_(Tensor[] momentum, Tensor[] grad, Tensor[] indices, Tensor[] norm, Tensor hyper, "
+    "int[] group, int[] axis, Tensor(a!)[] out) -> ()"
 )
 _library.define(
     "neuron_(Tensor[] update, Tensor(a!)[] second_moment, Tensor[] indices, Tensor hyper, "
@@ -91,6 +91,8 @@ def written(tensors: Sequence[Tensor]) -> None:
 def momentum_(
     momentum: Sequence[Tensor],
     grad: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    feedback: Tensor,
     hyper: Tensor,
     group: Sequence[int],
     axis: Sequence[int],
@@ -99,14 +101,22 @@ def momentum_(
 ) -> None:
     """m <- keep * m + gain * g, and per slice the sums of |m| and of squares (Algorithm 4 line 1).
 
+    Before that, m <- feedback * m in the slices that the last step selected (line 9, which would cost
+    a pass of its own at the end of that step).
+
     Args:
-        momentum: in/out, any of the three dtypes; rounded once, to nearest.
+        momentum: in/out, any of the three dtypes; rounded to nearest, where feedback is due once more
+            before the gradient is added.
         grad: the gradients, of the momentum's shapes.
+        slots: int32 (batch, rows or cols) of the last step's select_, or absent: it took all slices.
+        feedback: float32 (groups), of the last step; or absent: 1, none is due.
         hyper, group, axis: see the module.
         score: out, float64 (batch, rows or cols), or absent.
         sumsq: out, float64 of the same shape, or absent; with nesterov, of the Newton-Schulz input.
     """
-    _operator("momentum_", hyper.device)(momentum, grad, hyper, group, axis, score, sumsq)
+    _operator("momentum_", hyper.device)(
+        momentum, grad, slots, feedback, hyper, group, axis, score, sumsq
+    )
 
 
 def select_(
@@ -144,12 +154,10 @@ def gather_(
     axis: Sequence[int],
     out: Sequence[Tensor],
 ) -> None:
-    """out <- m[selected] / max(norm, eps), then m[selected] <- feedback * m[selected].
-
-    Algorithm 4 lines 3 and 9.
+    """out <- m[selected] / max(norm, eps) (Algorithm 4 line 3).
 
     Args:
-        momentum: in/out.
+        momentum: what momentum_ left.
         grad: needed only with nesterov, else absent.
         indices: int32 (batch, k), or absent: all slices.
         norm: float64 (batch), or absent: no division.

@@ -239,7 +239,7 @@ class Dion3(Optimizer):
                 raise _unusable_gradient(groups, index, grad)
         self._hyper.refresh(groups, options)
         if self._signature is None or not self._signature.matches(
-            groups, self.state, options, grads
+            groups, self._state, options, grads
         ):
             self._make_plan(grads)
         if self._observed is not None:
@@ -254,13 +254,15 @@ class Dion3(Optimizer):
         present = [grad is not None for grad in grads]
         if self._options.cuda_graph:
             self._refuse_missing(present)
+        self._settle()
         self._ensure_state(checked, present)
         work = divide(self.param_groups, checked, present)
         seed = self._options.seed
         graph = self._options.cuda_graph
+        count = len(self.param_groups)
         self.release_graphs()
-        self._plans = [DevicePlan(d, w, self.state, seed, graph) for d, w in work.items()]
-        self._signature = Signature(self.param_groups, self.state, self._options, grads)
+        self._plans = [DevicePlan(d, w, self._state, seed, graph, count) for d, w in work.items()]
+        self._signature = Signature(self.param_groups, self._state, self._options, grads)
         self._counts["plans"] += 1
 
     def _refuse_missing(self, present: Sequence[bool]) -> None:
@@ -299,11 +301,33 @@ class Dion3(Optimizer):
         for group, options in zip(self.param_groups, checked, strict=True):
             for parameter in group["params"]:
                 if parameter.requires_grad or present[index]:
-                    ensure_state(parameter, options, self.state)
+                    ensure_state(parameter, options, self._state)
                 index += 1
+
+    @property
+    def state(self) -> Any:
+        """Parameter -> key -> tensor, as in every `torch.optim.Optimizer`.
+
+        The last part of a step, the damping of the momentum that was used, is left to the next step,
+        where it is free; asking for the state does it at once. A momentum tensor that was taken from
+        here before a step is therefore up to date only after the state has been asked for again.
+        """
+        self._settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+
+    def _settle(self) -> None:
+        """Do what the last step left to the next one (nothing where momentum is damped first)."""
+        if self._momentum_rule() == "dion3":
+            for plan in self.__dict__.get("_plans", ()):
+                plan.settle()
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
+        self._settle()
         for plan in self.__dict__.get("_plans", ()):
             plan.release_graph()
         self._signature = None
@@ -317,6 +341,8 @@ class Dion3(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "state" in self.__dict__:  # put there by the line above, where the property hides it
+            self._state = self.__dict__.pop("state")
         self.__dict__.setdefault("_counts", {"steps": 0, "plans": 0})
         self.__dict__.setdefault("_observed", None)
         self._forget()
@@ -341,6 +367,7 @@ class Dion3(Optimizer):
             then.
         """
         checkpoints.check_is_dict(state_dict)
+        self._settle()  # the dict may hold tensors of this optimizer
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replacement = pre_hook(self, state_dict)

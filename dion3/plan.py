@@ -7,13 +7,14 @@ Frameworks exchange parameters after construction, so nothing is planned before 
 Matrices of equal shape stand together in one stack for Newton-Schulz (a bucket). Stacks are worked
 on in passes that reuse the same memory. The scratch memory of a device is therefore at most
 
-  28 bytes per slice                                   sums, norms, indices, slots
+  24 bytes per slice                                   sums, norms, indices
   + the weights that cannot be written in place        wrapper subclasses and the like
   + max(WORKSPACE_LIMIT, X and O of the largest matrix)
   + 4 bytes per row of an update with neuron norm
   + 256 bytes per scratch tensor                       alignment
 
-and is held only while a step runs. Newton-Schulz needs its own temporaries for one pass besides.
+and is held only while a step runs; 4 bytes per slice stay, the slots that the next step needs.
+Newton-Schulz needs its own temporaries for one pass besides.
 
 Everything here is pure Python over shapes; `executor` makes the argument lists and runs them.
 """

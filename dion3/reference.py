@@ -120,16 +120,36 @@ def _select_sum(x: Tensor) -> Tensor:
 # ---- the six operations -------------------------------------------------------------------------
 
 
+def feed_back_(
+    momentum: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    feedback: Tensor,
+    group: Sequence[int],
+    axis: Sequence[int],
+) -> None:
+    """m <- feedback * m in the selected slices (Algorithm 4 line 9): how momentum_ begins."""
+    for i, buffer in enumerate(momentum):
+        m = _slices(_stack(buffer), axis[i])
+        damped = (feedback[group[i]] * m.float()).to(m.dtype)
+        if slots[i].numel():
+            damped = torch.where(slots[i].view(m.shape[0], -1, 1) < 0, m, damped)
+        m.copy_(damped)
+
+
 def momentum_(
     momentum: Sequence[Tensor],
     grad: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    feedback: Tensor,
     hyper: Tensor,
     group: Sequence[int],
     axis: Sequence[int],
     score: Sequence[Tensor],
     sumsq: Sequence[Tensor],
 ) -> None:
-    """m <- keep * m + gain * g, then the sums per slice (Algorithm 4 line 1)."""
+    """The last step's feedback, m <- keep * m + gain * g, the sums per slice (Algorithm 4 line 1)."""
+    if feedback.numel():
+        feed_back_(momentum, slots, feedback, group, axis)
     for i, buffer in enumerate(momentum):
         row = hyper[group[i]]
         g = grad[i].float()
@@ -195,26 +215,19 @@ def gather_(
     axis: Sequence[int],
     out: Sequence[Tensor],
 ) -> None:
-    """out <- selected m / max(norm, eps), then its feedback (Algorithm 4 lines 3 and 9)."""
+    """out <- selected m / max(norm, eps) (Algorithm 4 line 3)."""
     for i in range(len(momentum)):
         row = hyper[group[i]]
         m = _slices(_stack(momentum[i]), axis[i])
         target = _slices(_stack(out[i]), axis[i])
         g = _slices(_stack(grad[i]), axis[i]).float() if grad[i].numel() else None
         x = _seen(row, m.float(), g)
-        damped = (row[FEEDBACK] * m.float()).to(m.dtype)
         if indices[i].numel():
             index = indices[i].view(m.shape[0], -1, 1).long().expand(-1, -1, m.shape[2])
-            x, damped = x.gather(1, index), damped.gather(1, index)
+            x = x.gather(1, index)
         if norm[i].numel():
             x = x * _norm_scale(norm[i].view(-1, 1, 1), row[EPS])
         target.copy_(x)
-        if float(row[FEEDBACK]) == 1.0:
-            continue
-        if indices[i].numel():
-            m.scatter_(1, index, damped)
-        else:
-            m.copy_(damped)
 
 
 def neuron_(

@@ -79,8 +79,9 @@ MUTANTS = [
     _m(
         "undamped input of Newton-Schulz",
         "csrc/cpu/gather.c",
-        "if (nu == 1.0f) {",
-        "for (int64_t j = 0; j < n; ++j) m[j] = d3_mul(feedback, m[j]);\n    if (nu == 1.0f) {",
+        "    if (nu == 1.0f) {",
+        "    for (int64_t j = 0; j < n; ++j) m[j] = d3_mul(it->hyper[DION3_HYPER_FEEDBACK], m[j]);\n"
+        "    if (nu == 1.0f) {",
         "test_optimizer.py::test_dion3_at_fraction_one_sees_bitwise_what_muon_sees",
     ),
     _m(

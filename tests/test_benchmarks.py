@@ -49,14 +49,14 @@ def test_operations_of_newton_schulz():
 @pytest.mark.parametrize(
     ("make", "least"),
     [
-        # momentum 6, gather f (4 + 4), update 4 + 4 f; newton-schulz in fp32 on a CPU
-        (lambda p: dion3.Dion3(p, fraction=0.25, momentum_dtype=torch.bfloat16), 13),
+        # momentum 6, gather f (2 + 4), update 4 + 4 f; newton-schulz in fp32 on a CPU
+        (lambda p: dion3.Dion3(p, fraction=0.25, momentum_dtype=torch.bfloat16), 12.5),
         # the neuron norm reads the update once more
         (
             lambda p: dion3.Dion3(
                 p, fraction=0.25, neuron_norm=True, momentum_dtype=torch.bfloat16
             ),
-            14,
+            13.5,
         ),
         # momentum 6, gather 2 + 2 (the gradient: Nesterov) + 4, update 4 + 4
         (lambda p: dion3.Muon(p, momentum_dtype=torch.bfloat16), 22),
@@ -74,14 +74,11 @@ def test_bytes_of_the_floor(make, least):
     assert bench_step.floor_ms(optimizer, limits) == least * 2 * 16 * 64
 
 
-@pytest.mark.parametrize(
-    ("size", "read", "written"), [(2, 1 - 0.75**32, 1 - 0.75**16), (4, 1 - 0.75**16, 1 - 0.75**8)]
-)
-def test_a_gather_of_columns_moves_whole_pieces_of_memory(size, read, written):
-    assert harness.gather_elements(400, 100, size, True) == (100, 100)
-    found = harness.gather_elements(400, 100, size, False)
-    assert found == pytest.approx((400 * read, 400 * written))
-    assert harness.gather_elements(400, 400, size, False) == (400, 400)
+@pytest.mark.parametrize(("size", "read"), [(2, 1 - 0.75**32), (4, 1 - 0.75**16)])
+def test_a_gather_of_columns_moves_whole_pieces_of_memory(size, read):
+    assert harness.gather_elements(400, 100, size, True) == 100
+    assert harness.gather_elements(400, 100, size, False) == pytest.approx(400 * read)
+    assert harness.gather_elements(400, 400, size, False) == 400
 
 
 def test_a_result_fills_its_part_of_the_page(tmp_path, monkeypatch, capsys):

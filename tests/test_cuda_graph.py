@@ -95,6 +95,40 @@ def test_replay_equals_eager_bitwise(cls, options, dtype):
     assert_same(states(eager), states(graph))
 
 
+def test_looking_at_the_state_between_replays_changes_no_bit():
+    results = []
+    for look in (False, True):
+        params, optimizer = build(dion3.Dion3, torch.bfloat16, True, fraction=0.25)
+        for step in range(8):
+            set_grads(params, step)
+            schedule(optimizer, step, 8)
+            optimizer.step()
+            if look:
+                states(optimizer)
+        assert optimizer._plans[0].graph.captured
+        results.append([*params, *states(optimizer)])
+    assert_same(*results)
+
+
+def test_the_state_is_complete_on_another_stream():
+    """As if the step had done all of its work: what waits for the step's stream waits for it."""
+    side = torch.cuda.Stream()
+    results = []
+    for stream in (torch.cuda.current_stream(), side):
+        params, optimizer = build(dion3.Dion3, torch.bfloat16, False, fraction=0.25)
+        set_grads(params, 0)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            optimizer.step()
+        results.append([v.clone() for v in states(optimizer)])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        results[-1] += [v.clone() for v in states(optimizer)]
+    assert_same(*results)
+
+
 def test_scheduler_and_tensor_lr_are_live():
     results = []
     for cuda_graph in (False, True):

@@ -81,17 +81,22 @@ def check_momentum(shape, dtypes, axis, device, layouts=("dense", "dense"), **hy
     m = with_layout(randn(shape, dtypes[0], device, "m"), layouts[0])
     g = with_layout(randn(shape, dtypes[1], device, "g"), layouts[1])
     h = hyper_tensor(device, {}, hyper)
-    results = []
-    for module in (ops, reference):
-        buffer = copy(m)
-        sums = [poisoned((*lead(shape), shape[axis - 2]), torch.float64, device) for _ in range(2)]
-        with unchanged(g, h):
-            module.momentum_([buffer], [g], h, [1], [axis], [sums[0]], [sums[1]])
-        results.append((buffer, *sums))
-    (m0, a0, b0), (m1, a1, b1) = results
-    assert same_bits(m0, m1)
-    torch.testing.assert_close(a0, a1, rtol=SUM_RTOL, atol=0)
-    torch.testing.assert_close(b0, b1, rtol=SUM_RTOL, atol=0)
+    n = shape[axis - 2]
+    some = selection(shape, axis, -(-n // 4), device, "slots")[1]
+    every = absent(device, torch.int32)
+    feedback = torch.tensor([0.5, 0.95], device=device)
+    for slots, due in ((some, feedback), (every, feedback), (some, absent(device))):
+        results = []
+        for module in (ops, reference):
+            buffer = copy(m)
+            sums = [poisoned((*lead(shape), n), torch.float64, device) for _ in range(2)]
+            with unchanged(g, h, slots, due):
+                module.momentum_([buffer], [g], [slots], due, h, [1], [axis], [sums[0]], [sums[1]])
+            results.append((buffer, *sums))
+        (m0, a0, b0), (m1, a1, b1) = results
+        assert same_bits(m0, m1)
+        torch.testing.assert_close(a0, a1, rtol=SUM_RTOL, atol=0)
+        torch.testing.assert_close(b0, b1, rtol=SUM_RTOL, atol=0)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -123,17 +128,57 @@ def test_momentum_serves_many_matrices_and_absent_sums(device):
     group = [i % 2 for i in range(len(shapes))]
     none = [absent(device, torch.float64) for _ in shapes]
     one_by_one = [copy(t) for t in m]
-    ops.momentum_(m, g, h, group, [0] * len(m), none, none)
+    every = [absent(device, torch.int32) for _ in shapes]
+    no = absent(device)
+    ops.momentum_(m, g, every, no, h, group, [0] * len(m), none, none)
     for i, t in enumerate(one_by_one):
-        reference.momentum_([t], [g[i]], h, [group[i]], [1], [none[i]], [none[i]])
+        reference.momentum_([t], [g[i]], [every[i]], no, h, [group[i]], [1], [none[i]], [none[i]])
         assert same_bits(m[i], t)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_feedback_without_sums(axis, device):
+    """Which slices were selected says the axis, also where no sums are wanted."""
+    none, feedback = absent(device, torch.float64), torch.tensor([0.9], device=device)
+    g = torch.zeros(5, 12, device=device)
+    slots = selection((5, 12), axis, 3, device)[1]
+    for transposed in (False, True):
+        m = (
+            randn((12, 5), torch.float32, device, "m").T
+            if transposed
+            else randn((5, 12), torch.float32, device, "m")
+        )
+        want = torch.where((slots < 0).unsqueeze(1 - axis), m, m * feedback)
+        ops.momentum_(
+            [m], [g], [slots], feedback, hyper_tensor(device), [0], [axis], [none], [none]
+        )
+        assert torch.equal(m, want)
+
+
+def test_feedback_is_rounded_before_the_gradient_is_added(device):
+    """As it would be if it had been stored at the end of the last step."""
+    m = torch.full((1, 8), 1.0, dtype=torch.bfloat16, device=device)
+    g = torch.full((1, 8), 0.0015, dtype=torch.float32, device=device)
+    sums = [poisoned((1,), torch.float64, device) for _ in range(2)]
+    ops.momentum_(
+        [m], [g], [absent(device, torch.int32)], torch.tensor([0.95], device=device),
+        hyper_tensor(device, {"gain": 1.0}), [0], [0], [sums[0]], [sums[1]],
+    )  # fmt: skip
+    stored = torch.tensor(0.95).bfloat16().float()  # 0.94921875, 0.00195 below a tie
+    once, twice = (
+        (torch.tensor(0.95) + g[0, 0].cpu()).bfloat16(),
+        (stored + g[0, 0].cpu()).bfloat16(),
+    )
+    assert once != twice and bool((m == twice.to(device)).all())
 
 
 def test_sums_are_of_the_rounded_momentum(device):
     m = torch.full((2, 4), 1.0, dtype=torch.bfloat16, device=device)
     g = torch.full((2, 4), 2.0**-10, device=device)  # below half an ulp: m stays 1
     score, sumsq = (poisoned((2,), torch.float64, device) for _ in range(2))
-    ops.momentum_([m], [g], hyper_tensor(device, {"gain": 1.0}), [0], [0], [score], [sumsq])
+    every, no = [absent(device, torch.int32)], absent(device)
+    h = hyper_tensor(device, {"gain": 1.0})
+    ops.momentum_([m], [g], every, no, h, [0], [0], [score], [sumsq])
     assert score.tolist() == [4, 4] and sumsq.tolist() == [4, 4]
 
 
@@ -213,13 +258,11 @@ def check_gather(shape, dtypes, axis, device, layouts=("dense", "dense", "dense"
         indices = selection(shape, axis, k, device)[0]
         results = []
         for module in (ops, reference):
-            buffer = copy(m)
             out = with_layout(poisoned(part_shape(shape, axis, k), dtypes[2], device), layouts[2])
-            with unchanged(g, indices, norm, h):
-                module.gather_([buffer], [g], [indices], [norm], h, [0], [axis], [out])
-            results.append((buffer, out))
-        assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
-        assert not results[0][1].isnan().any()
+            with unchanged(m, g, indices, norm, h):
+                module.gather_([m], [g], [indices], [norm], h, [0], [axis], [out])
+            results.append(out)
+        assert same_bits(*results) and not results[0].isnan().any()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -242,7 +285,7 @@ def test_gather_equals_reference_with_every_stride(layouts, device):
         )
 
 
-def test_gather_of_all_slices_without_feedback_leaves_the_momentum(device):
+def test_gather_of_all_slices(device):
     m = randn((20, 30), torch.float32, device, "m")
     norm = m.double().norm().view(1)
     out = poisoned((20, 30), torch.float16, device)
@@ -253,7 +296,7 @@ def test_gather_of_all_slices_without_feedback_leaves_the_momentum(device):
             [absent(device)],
             [none],
             [norm],
-            hyper_tensor(device, {"feedback": 1.0}),
+            hyper_tensor(device),
             [0],
             [0],
             [out],
@@ -271,7 +314,7 @@ def test_gather_divides_by_eps_at_least_and_never_by_zero(device):
     ):
         out = poisoned((1, 2), torch.float32, device)
         n = torch.tensor([norm], dtype=torch.float64, device=device)
-        h = hyper_tensor(device, {"eps": eps, "feedback": 1.0})
+        h = hyper_tensor(device, {"eps": eps})
         ops.gather_([m], [absent(device)], [absent(device, torch.int32)], [n], h, [0], [0], [out])
         expected = torch.tensor([[0.6, 0.8]], device=device) * want
         torch.testing.assert_close(out, expected, equal_nan=True, rtol=2e-7, atol=0)
@@ -501,7 +544,7 @@ def calls(device: torch.device, requires_grad: bool = False, dtype: torch.dtype 
     step, f = torch.ones(1, device=device), torch.ones(2, device=device)
     avg = [torch.rand(5, 3, generator=seeded(i)).to(device) for i in range(3)]
     return {
-        "momentum_": ([m], [g], h, [0], [0], [sums[0]], [sums[1]]),
+        "momentum_": ([m], [g], [slots], step, h, [0], [0], [sums[0]], [sums[1]]),
         "select_": ([sums[0]], [sums[1]], [indices], [slots], [norm], [2]),
         "gather_": ([m], [g], [indices], [norm], h, [0], [0], [o]),
         "neuron_": ([o], [sums[0].float()], [indices], h, [0], [f]),
@@ -564,10 +607,11 @@ def test_empty_matrices_are_allowed(shape, device):
         n = shape[axis - 2]
         m, w, g = (randn(shape, torch.float32, device, i) for i in range(3))
         sums = [poisoned((*lead(shape), n), torch.float64, device) for _ in range(2)]
-        ops.momentum_([m], [g], h, [0], [axis], [sums[0]], [sums[1]])
+        none = absent(device, torch.int32)
+        no = absent(device)
+        ops.momentum_([m], [g], [none], no, h, [0], [axis], [sums[0]], [sums[1]])
         assert not sums[0].any() and not sums[1].any()
         o = torch.zeros(shape, dtype=torch.float16, device=device)
-        none = absent(device, torch.int32)
         no_norm = absent(device, torch.float64)
         ops.gather_([m], [absent(device)], [none], [no_norm], h, [0], [axis], [o])
         run_update(ops, w, o, none, absent(device), h, axis, absent(device))
@@ -614,23 +658,41 @@ BAD_CALLS = {
     ),
     "hyper of another width": (
         "momentum_",
-        2,
+        4,
         lambda d: torch.zeros(1, 9, device=d),
         "hyper must be",
     ),
     "hyper in float64": (
         "momentum_",
-        2,
+        4,
         lambda d: torch.zeros(1, 12, device=d).double(),
         "hyper must be",
     ),
-    "group out of range": ("momentum_", 3, [1], r"group\[0\]=1 must be 0 .. 0"),
-    "negative group": ("momentum_", 3, [-1], r"group\[0\]=-1"),
-    "axis": ("momentum_", 4, [2], "axis=2 must be 0"),
-    "score dtype": ("momentum_", 5, lambda d: [torch.zeros(6, device=d)], r"score\[0\] has dtype"),
+    "feedback in float64": (
+        "momentum_",
+        3,
+        lambda d: torch.ones(1, device=d).double(),
+        "feedback must be empty or",
+    ),
+    "slots dtype": (
+        "momentum_",
+        2,
+        lambda d: [torch.zeros(6, dtype=torch.int64, device=d)],
+        r"slots\[0\] has dtype",
+    ),
+    "slots length": (
+        "momentum_",
+        2,
+        lambda d: [torch.zeros(9, dtype=torch.int32, device=d)],
+        r"slots\[0\] has 9 elements, must have 6",
+    ),
+    "group out of range": ("momentum_", 5, [1], r"group\[0\]=1 must be 0 .. 0"),
+    "negative group": ("momentum_", 5, [-1], r"group\[0\]=-1"),
+    "axis": ("momentum_", 6, [2], "axis=2 must be 0"),
+    "score dtype": ("momentum_", 7, lambda d: [torch.zeros(6, device=d)], r"score\[0\] has dtype"),
     "score length": (
         "momentum_",
-        5,
+        7,
         lambda d: [torch.zeros(5, dtype=torch.float64, device=d)],
         "5 elements, must have 6",
     ),

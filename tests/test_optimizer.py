@@ -127,6 +127,80 @@ def test_a_free_run_follows_the_specification(device):
     assert relative(opt.state[p]["neuron_second_moment"], v) < 1e-5
 
 
+# ---- feedback that is left to the next step ----
+
+
+def run_and_look(device, look, **options):
+    """Ten steps with all that may come between a step and the feedback it left; `look(optimizer, t)`
+    follows each. Returns weights and state."""
+    shapes = [(16, 40), (40, 16), (2, 12, 20), (24, 24)]
+    params = [
+        parameter(*s, dtype=torch.bfloat16, seed=i, device=device) for i, s in enumerate(shapes)
+    ]
+    opt = dion3.Dion3(params[:3], lr=0.02, momentum_dtype=torch.bfloat16, **options)
+    for t in range(10):
+        for i, p in enumerate(params):
+            p.grad = matrix(*p.shape, seed=10 * t + i, device=device).to(p.dtype)
+        if t in (3, 4) and not options.get("cuda_graph"):
+            params[t - 3].grad = None
+        if t == 5:
+            opt.add_param_group({"params": [params[3]], "fraction": 1.0})
+        if t == 7:
+            params[1].data = params[1].data.clone()
+        for group in opt.param_groups:
+            group["momentum"] = 0.95 - 0.05 * t
+        opt.step()
+        look(opt, t)
+    return params, [opt.state[p] for p in params]
+
+
+@pytest.mark.parametrize("options", [{}, {"neuron_norm": True}, {"select": "rows"}], ids=str)
+def test_looking_at_the_state_changes_no_bit(device, options):
+    def save_and_load(opt, t):
+        opt.load_state_dict(opt.state_dict())
+
+    saved = []
+
+    def load_what_is_shared(opt, t):
+        """The tensors of a state dict are the optimizer's own, so the step after it shows in them."""
+        if t == 1:
+            saved[:] = [opt.state_dict()]
+        if t == 2:
+            opt.load_state_dict(saved[0])
+
+    never, states = run_and_look(device, lambda opt, t: None, **options)
+    for look in (lambda opt, t: opt.state, save_and_load, load_what_is_shared):
+        params, other = run_and_look(device, look, **options)
+        assert all(torch.equal(a, b) for a, b in zip(never, params, strict=True))
+        for a, b in zip(states, other, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_what_is_written_into_the_state_counts(device):
+    """A buffer is complete when it is handed out, so that what is put there is not damped."""
+    p = parameter(16, 40, device=device)
+    opt = dion3.Dion3([p], fraction=0.5)
+    p.grad = matrix(16, 40, device=device)
+    opt.step()
+    buffer = opt.state[p]["momentum_buffer"]
+    assert buffer is opt.state[p]["momentum_buffer"]
+    given = matrix(16, 40, seed=5, device=device)
+    buffer.copy_(given)
+    with watch("gather_") as seen:
+        opt.step()
+    (m,) = seen[0][0]
+    assert torch.equal(m, given + (p.grad * torch.tensor(1 - 0.95, dtype=torch.float64).float()))
+
+
+def test_state_of_a_step_in_inference_mode(device):
+    with torch.inference_mode():
+        p = matrix(16, 40, device=device).requires_grad_()
+        p.grad = matrix(16, 40, seed=1, device=device)
+        opt = dion3.Dion3([p], fraction=0.5)
+        opt.step()
+    assert opt.state[p]["momentum_buffer"].abs().sum() > 0
+
+
 # ---- Dion3 and Muon ----
 
 

@@ -114,7 +114,9 @@ def momentum_args(shape, dtypes, axis, layouts=("dense", "dense"), **hyper):
     m = laid_out(randn(shape, dtypes[0], CPU, "m"), layouts[0])
     g = laid_out(randn(shape, dtypes[1], CPU, "g"), layouts[1])
     sums = [poisoned((*batch(shape), shape[axis - 2]), torch.float64, CPU) for _ in range(2)]
-    return ([m], [g], hyper_tensor(CPU, hyper), [0], [axis], [sums[0]], [sums[1]])
+    slots = selection(shape, axis, quarter(shape[axis - 2]), CPU)[1]
+    h, feedback = hyper_tensor(CPU, hyper), torch.tensor([0.95])
+    return ([m], [g], [slots], feedback, h, [0], [axis], [sums[0]], [sums[1]])
 
 
 def gather_args(shape, dtypes, axis, k, layouts=("dense", "dense", "dense"), **hyper):
@@ -253,10 +255,9 @@ def check_columns(rows: int, cols: int, pitch: int, which: list[list[int]], pad:
 
     for dtype, compact in ((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
         norm = torch.rand(batches, dtype=torch.float64, generator=seeded(k)) + 0.5
-        for feedback in (0.95, 1.0):
-            m, out = padded(cols, pitch, dtype, "m"), padded(k, k + pad, compact, "o")
-            h = hyper_tensor(CPU, {"feedback": feedback})
-            check("gather_", ([m], [absent], [indices], [norm], h, [0], [1], [out]))
+        m, out = padded(cols, pitch, dtype, "m"), padded(k, k + pad, compact, "o")
+        h = hyper_tensor(CPU)
+        check("gather_", ([m], [absent], [indices], [norm], h, [0], [1], [out]))
         for decay, step in ((0.99, absent), (0.99, torch.tensor([7.0])), (1.0, absent)):
             w, o = padded(cols, pitch, dtype, "w"), padded(k, k + pad, compact, "o")
             factor = torch.rand(batches, rows, generator=seeded(rows))
@@ -307,9 +308,10 @@ def test_momentum_columns_at_the_edges(rows):
         m = randn((2, rows, pitch), dtype, CPU, "m")[..., :cols]
         g = randn((2, rows, pitch), grad, CPU, "g")[..., :cols]
         sums = [poisoned((2, cols), torch.float64, CPU) for _ in range(2)]
-        for nu in (1.0, 0.9):
-            h = hyper_tensor(CPU, {"keep": 0.95, "nesterov": nu})
-            check("momentum_", ([m], [g], h, [0], [1], [sums[0]], [sums[1]]))
+        slots = selection((2, rows, cols), 1, quarter(cols), CPU)[1]
+        for nu, feedback in ((1.0, 0.95), (0.9, 0.95), (1.0, 1.0)):
+            h, due = hyper_tensor(CPU, {"keep": 0.95, "nesterov": nu}), torch.tensor([feedback])
+            check("momentum_", ([m], [g], [slots], due, h, [0], [1], [sums[0]], [sums[1]]))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -383,7 +385,7 @@ def many(count: int) -> dict[str, tuple[Any, ...]]:
     kinds = [pairs[i % 9] for i in range(count)]
     each = range(count)
     return {
-        "momentum_": joined([momentum_args(shapes[i], kinds[i], i % 2) for i in each], 2),
+        "momentum_": joined([momentum_args(shapes[i], kinds[i], i % 2) for i in each], 4),
         "select_": joined([select_args(1, 5 + i % 40, 1 + i % 5) for i in each], -1),
         "gather_": joined(
             [gather_args(shapes[i], (*kinds[i], kinds[i][1]), i % 2, 1) for i in each], 4
@@ -440,9 +442,13 @@ def test_offsets_beyond_two_to_the_31(axis):
     g = randn((1, cols), torch.bfloat16, CPU, "g")
     sums = [poisoned((n,), torch.float64, torch.device("cuda")) for _ in range(2)]
     grad = g.cuda().expand(rows, cols)
-    ops.momentum_([w], [grad], h.cuda(), [0], [axis], [sums[0]], [sums[1]])
+    feedback = torch.tensor([0.95])
+    ops.momentum_(
+        [w], [grad], [slots], feedback.cuda(), h.cuda(), [0], [axis], [sums[0]], [sums[1]]
+    )
     none = [torch.empty(0, dtype=torch.float64)]
-    ops.momentum_([last], [g.expand(tail, cols)], h, [0], [axis], none, none)
+    last_slots = [(slots[-tail:] if axis == 0 else slots).cpu()]
+    ops.momentum_([last], [g.expand(tail, cols)], last_slots, feedback, h, [0], [axis], none, none)
     assert same_bits(w[-tail:], last)
     if axis == 0:
         expected = last.double().abs().sum(1)

@@ -1,22 +1,17 @@
 /*
- * gather.c - out <- m[selected] * scale, then m[selected] <- feedback * m[selected].
+ * gather.c - out <- m[selected] * scale.
  *
  * momentum (batch, rows, cols), out (batch, k, cols) or (batch, rows, k); scale = 1 / max(norm, eps). Walks
- * out row by row, in pieces. 2 flops; bytes: the selected momentum read and (feedback != 1) written, out
- * written. Source: Algorithm 4 lines 3 and 9.
+ * out row by row, in pieces. One flop; bytes: the selected momentum read, out written. Source: Algorithm 4
+ * line 3.
  */
 #include "../check.h"
 #include "blocks.h"
 
-/* x[j] <- element index[j] of a row, and back. */
+/* x[j] <- element index[j] of a row. */
 D3_INLINE void pick(float* restrict x, const dion3_tensor* t, int64_t offset, const int32_t* index,
                     int64_t n) {
     for (int64_t j = 0; j < n; ++j) x[j] = d3_load(t->data, offset + index[j] * t->col_stride, t->dtype);
-}
-
-D3_INLINE void put(const float* restrict x, const dion3_tensor* t, int64_t offset, const int32_t* index,
-                   int64_t n) {
-    for (int64_t j = 0; j < n; ++j) d3_store(t->data, offset + index[j] * t->col_stride, t->dtype, x[j]);
 }
 
 /* A piece of row `row` of out: n elements from column col. */
@@ -28,7 +23,6 @@ D3_INLINE void gather_piece(const dion3_gather_item* it, int64_t b, int64_t row,
     const int32_t* indices = it->indices ? it->indices + b * it->k : 0;
     const int64_t source = by_rows && indices ? indices[row] : row;
     const int32_t* columns = by_rows || !indices ? 0 : indices + col;
-    const float feedback = it->hyper[DION3_HYPER_FEEDBACK];
     const float nu = it->hyper[DION3_HYPER_NESTEROV];
     const int64_t offset = d3_offset(&it->momentum, b, source, columns ? 0 : col);
     if (columns) {
@@ -49,13 +43,6 @@ D3_INLINE void gather_piece(const dion3_gather_item* it, int64_t b, int64_t row,
         for (int64_t j = 0; j < n; ++j) x[j] = d3_mul(d3_nesterov(nu, m[j], gain, x[j]), scale);
     }
     d3_block_store(x, it->out.data, it->out.dtype, d3_offset(&it->out, b, row, col), it->out.col_stride, n);
-    if (feedback == 1.0f) return;
-    for (int64_t j = 0; j < n; ++j) m[j] = d3_mul(feedback, m[j]);
-    if (columns) {
-        put(m, &it->momentum, offset, columns, n);
-    } else {
-        d3_block_store(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
-    }
 }
 
 /* Rows first .. last - 1 of the outputs laid end to end. */

@@ -1,13 +1,31 @@
 /*
- * momentum.c - m <- keep * m + gain * g, and the sums of |m| and m * m per row or column of the new m.
+ * momentum.c - m <- feedback * m in slices that were selected, then m <- keep * m + gain * g, and the sums of
+ * |m| and m * m per row or column of the new m.
  *
  * momentum, grad (batch, rows, cols); sums (batch, rows) or (batch, cols) in float64. Row sums are taken in
  * D3_LANES partial sums; column sums row by row, one task holding D3_BLOCK columns of all rows. Both
  * orders are fixed by the shape alone. 3 flops; bytes: momentum read and written, gradient read.
- * Source: Algorithm 4 line 1, scaled by 1 - mu.
+ * Source: Algorithm 4 line 1, scaled by 1 - mu, and line 9 of the step before.
  */
 #include "../check.h"
 #include "blocks.h"
+
+/* m <- feedback * m as it would be stored, where the last step selected. */
+D3_INLINE void feed_back(const dion3_momentum_item* it, int64_t b, int64_t i, int64_t col, int64_t n,
+                         float* restrict m) {
+    float damped[D3_BLOCK];
+    const float feedback = it->feedback ? *it->feedback : 1.0f;
+    const int by_rows = it->axis == DION3_ROWS;
+    const int32_t* slots = it->slots ? it->slots + b * (by_rows ? it->rows : it->cols) : 0;
+    if (feedback == 1.0f || (slots && by_rows && slots[i] < 0)) return;
+    for (int64_t j = 0; j < n; ++j) damped[j] = d3_mul(feedback, m[j]);
+    d3_block_round(damped, it->momentum.dtype, n);
+    if (slots && !by_rows) {
+        for (int64_t j = 0; j < n; ++j) m[j] = slots[col + j] < 0 ? m[j] : damped[j];
+    } else {
+        memcpy(m, damped, (size_t)n * sizeof *m);
+    }
+}
 
 /* m <- the new momentum of columns col .. col + n - 1 of row i, stored and as it reads back; x <- what
  * Newton-Schulz will see of it, which differs from m only with nesterov. Returns the one to square. */
@@ -20,6 +38,7 @@ D3_INLINE const float* momentum_piece(const dion3_momentum_item* it, int64_t b, 
     const int64_t offset = d3_offset(&it->momentum, b, i, col);
     d3_block_load(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
     d3_block_load(g, it->grad.data, it->grad.dtype, d3_offset(&it->grad, b, i, col), it->grad.col_stride, n);
+    feed_back(it, b, i, col, n, m);
     for (int64_t j = 0; j < n; ++j) m[j] = d3_momentum(keep, m[j], gain, g[j]);
     d3_block_store(m, it->momentum.data, it->momentum.dtype, offset, it->momentum.col_stride, n);
     if (!it->score && !it->sumsq) return m;

@@ -1,18 +1,18 @@
 /*
- * gather.cu - the selected slices, scaled and rounded for Newton-Schulz, and their error feedback.
+ * gather.cu - the selected slices, scaled and rounded for Newton-Schulz.
  *
- *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)); m[selected] <- feedback * m[selected].
+ *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)).
  *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
  * Rows: a copy of rows, geometry.cuh. Columns (columns.cuh): a block owns 32 vectors of columns of m by a strip
  * of 64 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
- * search. m is read and written in whole sectors of 32 bytes, those without a selected column are left alone.
+ * search. m is read in whole vectors, those without a selected column are left alone.
  * Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two
  * columns, four rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
- * Bytes an element of m, f = k / n: rows f (2 |m| + |out|); columns (s(64) + s(32)) |m| + f |out|, where
- * s(b) = 1 - (1 - f)^(b / |m|) of the pieces of b bytes hold a selected column: the memory of an H200 is read by
- * 64 and written by 32 bytes. Without feedback m is only read.
- * Source: Algorithm 4 lines 3 and 9. No arithmetic to speak of: the copy bandwidth is the roof.
+ * Bytes an element of m, f = k / n: rows f (|m| + |out|); columns s |m| + f |out|, where
+ * s = 1 - (1 - f)^(64 / |m|) of the pieces of 64 bytes, by which the memory of an H200 is read, hold a selected
+ * column.
+ * Source: Algorithm 4 line 3. No arithmetic to speak of: the copy bandwidth is the roof.
  */
 #include "../rows.h"
 #include "columns.cuh"
@@ -27,7 +27,7 @@
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor */
 
 struct gather_entry {
-    char* momentum;
+    const char* momentum;
     const char* grad;
     char* out;
     const int32_t* indices;
@@ -42,8 +42,8 @@ struct gather_entry {
 typedef d3_table<gather_entry> gather_table;
 
 struct gather_numbers {
-    float scale, gain, feedback, nesterov;
-    bool looks_ahead, feeds_back;
+    float scale, gain, nesterov;
+    bool looks_ahead;
 };
 
 __device__ __forceinline__ double norm_of(const gather_entry& e, uint32_t batch) {
@@ -56,17 +56,15 @@ __device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, doub
     gather_numbers s;
     s.scale = e.norm ? d3_norm_scale(norm, e.hyper[DION3_HYPER_EPS]) : 1.0f;
     s.gain = e.hyper[DION3_HYPER_GAIN];
-    s.feedback = e.hyper[DION3_HYPER_FEEDBACK];
     s.nesterov = e.hyper[DION3_HYPER_NESTEROV];
     s.looks_ahead = s.nesterov != 1.0f;
-    s.feeds_back = s.feedback != 1.0f;
     return s;
 }
 
 /* ---- rows ------------------------------------------------------------------------------------- */
 
 template <int MD, int OD, int N, bool LOOKS>
-__device__ __forceinline__ void row_piece(const gather_entry& e, const gather_numbers& s, char* m,
+__device__ __forceinline__ void row_piece(const gather_entry& e, const gather_numbers& s, const char* m,
                                           const char* g, char* out, bool vector_out) {
     float x[N], y[N];
     d3_widen<MD, N>(d3_fetch_aligned<MD, N>(m, e.momentum_dtype), e.momentum_dtype, x);
@@ -86,18 +84,13 @@ __device__ __forceinline__ void row_piece(const gather_entry& e, const gather_nu
     } else {
         d3_put_each<OD, N>(out, 1, e.out_dtype, gathered);
     }
-    if (s.feeds_back) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-        d3_put_aligned<MD, N>(m, e.momentum_dtype, d3_round<MD, N>(x, e.momentum_dtype));
-    }
 }
 
 #define NO_GRAD (-2) /* in place of the gradient's dtype: it is not read */
 
 /* V vectors of a row, `apart` vectors from each to the next, everything aligned: the loads of all first. */
 template <int MD, int OD, int GD, int V>
-__device__ __forceinline__ void row_vectors(const gather_entry& e, const gather_numbers& s, char* m,
+__device__ __forceinline__ void row_vectors(const gather_entry& e, const gather_numbers& s, const char* m,
                                             const char* g, char* out, uint32_t apart) {
     constexpr int N = d3_width(MD);
     constexpr int G = GD == NO_GRAD ? DION3_F32 : GD;
@@ -125,18 +118,12 @@ __device__ __forceinline__ void row_vectors(const gather_entry& e, const gather_
         }
         const d3_vector<OD, N> gathered = d3_round<OD, N>(y, e.out_dtype);
         d3_put<OD, N>(out + v * apart * gathered.BYTES, gathered);
-        if (s.feeds_back) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-            old[v] = d3_round<MD, N>(x, e.momentum_dtype);
-            d3_put<MD, N>(m + v * apart * old[v].BYTES, old[v]);
-        }
     }
 }
 
 /* The aligned vectors of a row; out and, if it is read, the gradient are aligned with them. */
 template <int MD, int OD, int GD>
-__device__ __forceinline__ void row_body(const gather_entry& e, const gather_numbers& s, char* m,
+__device__ __forceinline__ void row_body(const gather_entry& e, const gather_numbers& s, const char* m,
                                          const char* g, char* out, uint32_t lane, uint32_t lanes,
                                          uint32_t vectors) {
     constexpr int N = d3_width(MD);
@@ -178,7 +165,7 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         const uint32_t slot = p.first + r;
         const int64_t row = indices ? (int64_t)ahead : (int64_t)slot;
         if (indices && r + p.groups < p.rows) ahead = indices[r + p.groups];
-        char* const m = e.momentum + (p.batch * e.m.batch + row * e.m.row) * m_size;
+        const char* const m = e.momentum + (p.batch * e.m.batch + row * e.m.row) * m_size;
         char* const out = e.out + (p.batch * e.o.batch + slot * e.o.row) * o_size;
         const char* const g = LOOKS ? e.grad + (p.batch * e.g.batch + row * e.g.row) * g_size : NULL;
         const uint32_t head = d3_head<N>(m, m_size, cols), vectors = (cols - head) / N;
@@ -187,7 +174,7 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         uint32_t j = head + p.lane * N; /* below 2^32 */
         bool done = false;
         if constexpr (N > 1) {
-            char* const mv = m + head * m_step;
+            const char* const mv = m + head * m_step;
             char* const ov = out + head * o_step;
             const char* const gv = g + head * g_step;
             if (vector_out && !(LOOKS && s.looks_ahead)) {
@@ -249,47 +236,30 @@ struct __align__(16) tile_stage {
     uint8_t column_of[TILE];
 };
 
-/* A lane's part of a tile. */
-struct tile_share {
-    d3_columns columns;
-    uint32_t selected[4]; /* the bits of its vector that belong to selected columns */
-    bool mine;            /* whether its sector holds any */
-};
-
 /* V rows, D3_WARPS apart; the whole warp calls. */
 template <int MD, int OD, int V, int STAGED>
 __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_numbers& s,
-                                           const tile_share& p, char* m, char* out,
+                                           const d3_columns& p, const char* m, char* out,
                                            tile_stage<STAGED, 32 * d3_width(MD)>& stage) {
     constexpr int N = d3_width(MD), M = MD == DION3_F32 ? 4 : 2;
     const uint32_t lane = threadIdx.x % 32;
     const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
-    if (p.mine) {
+    if (p.mask) {
         d3_vector<MD, N> old[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            float x[N], y[N];
+            float x[N];
             d3_widen<MD, N>(old[v], e.momentum_dtype, x);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = d3_mul(x[i], s.scale);
-            d3_put<OD, N>(&stage.out[v][lane * N], d3_round<OD, N>(y, e.out_dtype));
-            if (s.feeds_back) {
-#pragma unroll
-                for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
-                const d3_vector<MD, N> kept = d3_round<MD, N>(x, e.momentum_dtype);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) { /* the others keep every bit */
-                    old[v].word[i] = (old[v].word[i] & ~p.selected[i]) | (kept.word[i] & p.selected[i]);
-                }
-                d3_put<MD, N>(m + v * m_jump, old[v]);
-            }
+            for (int i = 0; i < N; ++i) x[i] = d3_mul(x[i], s.scale);
+            d3_put<OD, N>(&stage.out[v][lane * N], d3_round<OD, N>(x, e.out_dtype));
         }
     }
     __syncwarp();
 #pragma unroll 2
-    for (uint32_t j = lane; j < p.columns.count; j += 32) {
+    for (uint32_t j = lane; j < p.count; j += 32) {
         const uint32_t column = stage.column_of[j];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -318,22 +288,17 @@ __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 4)
     const uint32_t column = tile * TILE + lane * N;
     const bool vector = column + N <= e.columns;
     const double norm = norm_of(e, batch);
-    char* const m = e.momentum + (batch * e.m.batch + column) * M;
+    const char* const m = e.momentum + (batch * e.m.batch + column) * M;
     char* const out = e.out + batch * e.o.batch * 2;
     int32_t slots[N];
     find_slots<TILE>(e.indices + (int64_t)batch * k, k, tile * TILE, slot_of);
 #pragma unroll
     for (int i = 0; i < N; ++i) slots[i] = vector ? slot_of[lane * N + i] : -1;
-    tile_share p = {d3_columns_of<N>(slots, stages[warp].column_of), {0, 0, 0, 0}, false};
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (slots[i] >= 0) p.selected[i * M / 4] |= M == 4 ? ~0u : 0xffffu << 16 * (i % 2);
-    }
-    p.mine = (p.columns.mask | __shfl_xor_sync(~0u, p.columns.mask, 1)) && vector; /* two lanes a sector */
+    const d3_columns p = d3_columns_of<N>(slots, stages[warp].column_of);
     const gather_numbers s = numbers_of(e, norm);
-    if (p.columns.count) {
-        char* from = m + begin * e.m.row * M;
-        char* to = out + (begin * e.o.row + p.columns.slot * e.o.col) * 2;
+    if (p.count) {
+        const char* from = m + begin * e.m.row * M;
+        char* to = out + (begin * e.o.row + p.slot * e.o.col) * 2;
         uint32_t row = begin;
 #pragma unroll 1
         for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
@@ -378,7 +343,8 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
     const char* const g = e.grad;
     int64_t from[2];
-    char *m[2], *out[2];
+    const char* m[2];
+    char* out[2];
     bool mine[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -405,22 +371,16 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
             const int64_t r = row + u * D3_WARPS;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                float x[1], y[1];
+                float x[1];
                 if (!mine[c] || r >= end) continue;
                 d3_widen<MD, 1>(old[u][c], e.momentum_dtype, x);
-                y[0] = x[0];
                 if (LOOKS && s.looks_ahead) {
                     const int64_t at = batch * e.g.batch + r * e.g.row + from[c] * e.g.col;
-                    y[0] = d3_nesterov(s.nesterov, x[0], s.gain, d3_load(g, at, e.grad_dtype));
+                    x[0] = d3_nesterov(s.nesterov, x[0], s.gain, d3_load(g, at, e.grad_dtype));
                 }
-                y[0] = d3_mul(y[0], s.scale);
+                x[0] = d3_mul(x[0], s.scale);
                 d3_put_each<OD, 1>(out[c] + r * e.o.row * o_size, 0, e.out_dtype,
-                                   d3_round<OD, 1>(y, e.out_dtype));
-                if (s.feeds_back) {
-                    x[0] = d3_mul(s.feedback, x[0]);
-                    d3_put_each<MD, 1>(m[c] + r * e.m.row * m_size, 0, e.momentum_dtype,
-                                       d3_round<MD, 1>(x, e.momentum_dtype));
-                }
+                                   d3_round<OD, 1>(x, e.out_dtype));
             }
         }
     }
@@ -450,7 +410,7 @@ static d3_work prepare(const dion3_gather_item* it, gather_entry* e, char** work
     d3_work work = {ANY_ANY, 0};
     (void)workspace;
     if (it->batch == 0 || rows == 0 || cols == 0) return work;
-    e->momentum = (char*)it->momentum.data;
+    e->momentum = (const char*)it->momentum.data;
     e->grad = (const char*)it->grad.data;
     e->out = (char*)it->out.data;
     e->indices = it->indices;

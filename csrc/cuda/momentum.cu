@@ -1,7 +1,9 @@
 /*
- * momentum.cu - m <- keep * m + gain * g and the sums of |m| and m^2 over every slice, in one pass.
+ * momentum.cu - in one pass m <- feedback * m in the slices that the last step selected, m <- keep * m + gain * g,
+ * and the sums of |m| and m^2 over every slice.
  *
- *   momentum, grad (batch, rows, cols), any dtype and strides; score, sumsq (batch, rows or cols) fp64.
+ *   momentum, grad (batch, rows, cols), any dtype and strides; score, sumsq (batch, rows or cols) fp64; slots
+ *   (batch, rows or cols).
  * Rows: geometry.cuh; a row's sums are finished where the row is. Columns: a block owns 32 vectors of columns by a
  * strip of 1024 rows (more where a matrix would have over 128 strips), a warp a row, four rows under way, the sums
  * of a lane's columns in its registers: so many that two blocks are resident with 16-bit momentum, three with fp32.
@@ -11,7 +13,7 @@
  * fp64 addition and one fp64 multiply-add an element (m^2 is exact in fp64), far below the roof where
  * fp64 runs at half rate; where it runs at 1/64 (compute capability 8.6, 8.9, 12.0) these two are the
  * roof, about half of the bandwidth's.
- * Source: Algorithm 4 line 1; scores: line 2.
+ * Source: Algorithm 4 line 1, and line 9 of the step before; scores: line 2.
  */
 #include "../rows.h"
 #include "element.cuh"
@@ -27,7 +29,8 @@
 struct momentum_entry {
     char* momentum;
     const char* grad;
-    const float* hyper;
+    const int32_t* slots; /* NULL: all slices were selected */
+    const float *feedback, *hyper;
     double *score, *sumsq;               /* where the kernel writes; NULL: not wanted */
     double *score_strips, *sumsq_strips; /* columns: (batch, strips, cols); NULL with one strip */
     d3_strides m, g;
@@ -40,8 +43,8 @@ typedef d3_table<momentum_entry> momentum_table;
 
 /* The numbers of an item's group, in registers. */
 struct momentum_numbers {
-    float keep, gain, nesterov;
-    bool scored, squared, looks_ahead;
+    float keep, gain, nesterov, feedback;
+    bool scored, squared, looks_ahead, feeds_back;
 };
 
 __device__ __forceinline__ momentum_numbers numbers_of(const momentum_entry& e) {
@@ -52,7 +55,20 @@ __device__ __forceinline__ momentum_numbers numbers_of(const momentum_entry& e) 
     s.scored = e.score != NULL;
     s.squared = e.sumsq != NULL;
     s.looks_ahead = s.nesterov != 1.0f;
+    s.feedback = e.feedback ? *e.feedback : 1.0f;
+    s.feeds_back = s.feedback != 1.0f;
     return s;
+}
+
+/* The vector after its feedback, as it would be stored. */
+template <int MD, int N>
+__device__ __forceinline__ d3_vector<MD, N> damped(const momentum_entry& e, const momentum_numbers& s,
+                                                   const d3_vector<MD, N>& m) {
+    float x[N];
+    d3_widen<MD, N>(m, e.momentum_dtype, x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = d3_mul(s.feedback, x[i]);
+    return d3_round<MD, N>(x, e.momentum_dtype);
 }
 
 /* N elements: x becomes the new m as stored, g the gradient. Returns the vector to store. */
@@ -92,11 +108,13 @@ __device__ __forceinline__ void add_up(const momentum_numbers& s, const float (&
 
 template <int MD, int GD, int N>
 __device__ __forceinline__ void row_piece(const momentum_entry& e, const momentum_numbers& s, char* m,
-                                          const char* g, bool vector_grad, double& l1, double& squares) {
-    const d3_vector<MD, N> old = d3_fetch_aligned<MD, N>(m, e.momentum_dtype);
+                                          const char* g, bool vector_grad, bool due, double& l1,
+                                          double& squares) {
+    d3_vector<MD, N> old = d3_fetch_aligned<MD, N>(m, e.momentum_dtype);
     const d3_vector<GD, N> grad = vector_grad ? d3_fetch_aligned<GD, N, true>(g, e.grad_dtype)
                                               : d3_fetch_each<GD, N>(g, 1, e.grad_dtype);
     float x[N], y[N];
+    if (due) old = damped<MD, N>(e, s, old);
     d3_put_aligned<MD, N>(m, e.momentum_dtype, advance<MD, GD, N>(e, s, old, grad, x, y));
     add_up<N>(s, x, y, [&](int, double value, double input) {
         l1 += fabs(value);
@@ -108,7 +126,8 @@ __device__ __forceinline__ void row_piece(const momentum_entry& e, const momentu
  * all first. */
 template <int MD, int GD, int V>
 __device__ __forceinline__ void row_vectors(const momentum_entry& e, const momentum_numbers& s, char* m,
-                                            const char* g, uint32_t apart, double& l1, double& squares) {
+                                            const char* g, uint32_t apart, bool due, double& l1,
+                                            double& squares) {
     constexpr int N = d3_width(MD);
     d3_vector<MD, N> old[V];
     d3_vector<GD, N> grad[V];
@@ -119,6 +138,7 @@ __device__ __forceinline__ void row_vectors(const momentum_entry& e, const momen
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         float x[N], y[N];
+        if (due) old[v] = damped<MD, N>(e, s, old[v]);
         old[v] = advance<MD, GD, N>(e, s, old[v], grad[v], x, y);
         d3_put<MD, N>(m + v * apart * old[v].BYTES, old[v]);
         add_up<N>(s, x, y, [&](int, double value, double input) {
@@ -147,6 +167,7 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         if (r < p.rows) {
             char* m = e.momentum + (p.batch * e.m.batch + (p.first + r) * e.m.row) * m_size;
             const char* g = e.grad + (p.batch * e.g.batch + (p.first + r) * e.g.row) * g_size;
+            const bool due = s.feeds_back && (!e.slots || e.slots[row] >= 0);
             const uint32_t cols = e.rows.cols, head = d3_head<N>(m, m_size, cols);
             const uint32_t vectors = (cols - head) / N, body = vectors * N;
             const bool vector_grad = d3_aligned<GD, N>(g + head * g_step);
@@ -157,17 +178,17 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
                 if (vector_grad) {
 #pragma unroll 1
                     for (; v + p.lanes < vectors; v += 2 * p.lanes) {
-                        row_vectors<MD, GD, 2>(e, s, mv, gv, p.lanes, l1, squares);
+                        row_vectors<MD, GD, 2>(e, s, mv, gv, p.lanes, due, l1, squares);
                         mv += 2 * p.lanes * N * m_step;
                         gv += 2 * p.lanes * N * g_step;
                     }
-                    if (v < vectors) row_vectors<MD, GD, 1>(e, s, mv, gv, p.lanes, l1, squares);
+                    if (v < vectors) row_vectors<MD, GD, 1>(e, s, mv, gv, p.lanes, due, l1, squares);
                     v = vectors;
                 }
             }
 #pragma unroll 1
             for (; v < vectors; v += p.lanes) {
-                row_piece<MD, GD, N>(e, s, mv, gv, vector_grad, l1, squares);
+                row_piece<MD, GD, N>(e, s, mv, gv, vector_grad, due, l1, squares);
                 mv += p.lanes * N * m_step;
                 gv += p.lanes * N * g_step;
             }
@@ -175,7 +196,7 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
 #pragma unroll 1
                 for (uint32_t i = p.lane; i < cols - body; i += p.lanes) {
                     const int64_t j = i < head ? i : i + body;
-                    row_piece<MD, GD, 1>(e, s, m + j * m_step, g + j * g_step, false, l1, squares);
+                    row_piece<MD, GD, 1>(e, s, m + j * m_step, g + j * g_step, false, due, l1, squares);
                 }
             }
         }
@@ -205,10 +226,11 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
-/* V rows of N columns, D3_WARPS apart: the loads of all first. */
+/* V rows of N columns, D3_WARPS apart: the loads of all first. due: the bits of the columns whose feedback is. */
 template <int MD, int GD, int N, int V>
-__device__ __forceinline__ void column_piece(const momentum_entry& e, const momentum_numbers& s, char* m,
-                                             const char* g, double (&l1)[N], double (&squares)[N]) {
+__device__ __forceinline__ void column_piece(const momentum_entry& e, const momentum_numbers& s,
+                                             const d3_vector<MD, N>& due, char* m, const char* g,
+                                             double (&l1)[N], double (&squares)[N]) {
     const int64_t m_jump = e.m.row * (d3_size<MD>(e.momentum_dtype) * D3_WARPS);
     const int64_t g_jump = e.g.row * (d3_size<GD>(e.grad_dtype) * D3_WARPS);
     d3_vector<MD, N> old[V];
@@ -222,6 +244,13 @@ __device__ __forceinline__ void column_piece(const momentum_entry& e, const mome
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         float x[N], y[N];
+        if (s.feeds_back) {
+            const d3_vector<MD, N> low = damped<MD, N>(e, s, old[v]);
+#pragma unroll
+            for (int i = 0; i < low.WORDS; ++i) {
+                old[v].word[i] = (old[v].word[i] & ~due.word[i]) | (low.word[i] & due.word[i]);
+            }
+        }
         old[v] = advance<MD, GD, N>(e, s, old[v], grad[v], x, y);
         d3_put_aligned<MD, N>(m + v * m_jump, e.momentum_dtype, old[v]);
         add_up<N>(s, x, y, [&](int i, double value, double input) {
@@ -234,7 +263,7 @@ __device__ __forceinline__ void column_piece(const momentum_entry& e, const mome
 template <int MD, int GD>
 __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 2)
     momentum_columns_kernel(const __grid_constant__ momentum_table table) {
-    constexpr int N = d3_width(MD), TILE = 32 * N, V = ROWS_AHEAD;
+    constexpr int N = d3_width(MD), TILE = 32 * N, V = ROWS_AHEAD, PACKED = N / d3_vector<MD, N>::WORDS;
     __shared__ double part[D3_WARPS][TILE];
     const uint32_t index = d3_find(table, blockIdx.x);
     const momentum_entry& e = table.entries[index];
@@ -255,11 +284,20 @@ __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 2)
     double l1[N], squares[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) l1[i] = squares[i] = 0.0;
+    const auto is_due = [&](uint32_t i) {
+        return s.feeds_back && column + i < cols &&
+               (!e.slots || e.slots[(int64_t)batch * cols + column + i] >= 0);
+    };
+    d3_vector<MD, N> due = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if (is_due(i)) due.word[i / PACKED] |= PACKED == 1 ? ~0u : 0xffffu << 16 * (i % 2);
+    }
 
     if (column + N <= cols) {
 #pragma unroll 1
         for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
-            column_piece<MD, GD, N, V>(e, s, m, g, l1, squares);
+            column_piece<MD, GD, N, V>(e, s, due, m, g, l1, squares);
             m += e.m.row * (m_size * V * D3_WARPS);
             g += e.g.row * (g_size * V * D3_WARPS);
         }
@@ -267,12 +305,13 @@ __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 2)
 #pragma unroll 1
     for (; row < end; row += D3_WARPS) {
         if (column + N <= cols) {
-            column_piece<MD, GD, N, 1>(e, s, m, g, l1, squares);
+            column_piece<MD, GD, N, 1>(e, s, due, m, g, l1, squares);
         } else if constexpr (N > 1) { /* the last columns, fewer than a vector */
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 if (column + i < cols) {
-                    row_piece<MD, GD, 1>(e, s, m + i * m_step, g + i * g_step, false, l1[i], squares[i]);
+                    row_piece<MD, GD, 1>(e, s, m + i * m_step, g + i * g_step, false, is_due(i), l1[i],
+                                         squares[i]);
                 }
             }
         }
@@ -354,7 +393,7 @@ static int dtype_pair(int32_t momentum, int32_t grad) {
 /* Rows or columns of the matrix as it lies in memory. */
 static int by_columns(const dion3_momentum_item* it, int* turned) {
     *turned = it->momentum.col_stride != 1 && it->momentum.row_stride == 1;
-    return (it->axis == DION3_COLS) != (*turned != 0) && (it->score || it->sumsq);
+    return (it->axis == DION3_COLS) != (*turned != 0) && (it->score || it->sumsq || it->slots);
 }
 
 static void strips_of(int64_t rows, uint32_t* strip_rows, uint32_t* strips) {
@@ -371,6 +410,8 @@ static int fill_entry(const dion3_momentum_item* it, momentum_entry* e, char** w
     const int64_t rows = turned ? it->cols : it->rows, cols = turned ? it->rows : it->cols;
     e->momentum = (char*)it->momentum.data;
     e->grad = (const char*)it->grad.data;
+    e->slots = it->slots;
+    e->feedback = it->feedback;
     e->hyper = it->hyper;
     e->score = it->score;
     e->sumsq = it->sumsq;

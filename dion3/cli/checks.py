@@ -92,6 +92,8 @@ def _check_momentum(device: torch.device) -> str:
     arguments = (
         [_random(ROW_COUNT, COL_COUNT, seed=1)],
         [_random(ROW_COUNT, COL_COUNT, seed=2, dtype=torch.bfloat16)],
+        [_selection()[1]],
+        torch.tensor([0.95]),
         _matrix_hyper(),
         [0],
         [ROWS],

@@ -28,6 +28,8 @@ static dion3_momentum_item momentum_item(void) {
                                     1,
                                     ROWS,
                                     COLS,
+                                    memory.slots,
+                                    NULL,
                                     memory.hyper,
                                     memory.score,
                                     memory.sumsq,
