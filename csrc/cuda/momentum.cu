@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         if (r < p.rows) {
             char* m = e.momentum + (p.batch * e.m.batch + (p.first + r) * e.m.row) * m_size;
             const char* g = e.grad + (p.batch * e.g.batch + (p.first + r) * e.g.row) * g_size;
-            const bool due = s.feeds_back && (!e.slots || e.slots[row] >= 0);
+            const int32_t slot = e.slots ? e.slots[row] : 0;
+            const bool due = s.feeds_back & (slot >= 0);
             const uint32_t cols = e.rows.cols, head = d3_head<N>(m, m_size, cols);
             const uint32_t vectors = (cols - head) / N, body = vectors * N;
             const bool vector_grad = d3_aligned<GD, N>(g + head * g_step);
