@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import layout, ops, reference
 from .graph import StepGraph
 from .layout import ROWS, Piece
-from .plan import Bucket, DeviceWork, Item
+from .plan import Bucket, DeviceWork, Item, geometry
 from .state import State, stochastic
 from .workspace import Workspace
 
@@ -64,6 +64,9 @@ class DevicePlan:
         self._list_weights(state)
         self.adamw = AdamWLists(self, state) if work.others else None
         self.steps = _unique(self.step)
+        self.reads = sorted({i.index for i in self.items} | {o.index for o in work.others})
+        changed = self.weight + (self.adamw.param if self.adamw else [])
+        self.versioned = [t for t in changed if not t.is_inference()]
         mark = self.workspace.mark()
         self.passes: list[Pass] = []
         start = 0
@@ -145,19 +148,19 @@ class DevicePlan:
             hyper: the table of scalars.
             observed: None, or a list that takes one record per bucket (see `Pass.observe`).
         """
+        self.due = True
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.current_stream(self.device)
         self.workspace.acquire()
         for parameter, copy in self.staged.values():
             copy.copy_(parameter)
-        if self.items:
-            pieces = [
-                grad
-                if view is None and type(grad := grads[index]) is Tensor
-                else cut(grads[index], view)
-                for index, view in self.grad_of
-            ]
-            self._run_matrices(pieces, hyper, observed)
-        if self.adamw is not None:
-            self.adamw.run(grads, hyper)
+        if self.graph is None or observed is not None:
+            self._run(grads, hyper, observed)
+        elif self.graph.stays(self._place(grads)):
+            self.graph.run("whole", lambda: self._run(grads, hyper, None))
+            torch.autograd.graph.increment_version(self.versioned)
+        else:
+            self._run_around_graph(self.graph, grads, hyper)
         for parameter, copy in self.staged.values():
             parameter.copy_(copy)
         # Not in a finally clause: whoever catches an error may look at the tensors of its traceback.
@@ -182,7 +185,45 @@ class DevicePlan:
             self.graph.reset()
             self.workspace.release()
 
-    def _run_matrices(self, grads: list[Tensor], hyper: Tensor, observed: list[Any] | None) -> None:
+    def _place(self, grads: Sequence[Tensor | None]) -> Any:
+        """Where the gradients lie, in a form to be compared; None if that does not say it all."""
+        plain = [grad for index in self.reads if type(grad := grads[index]) is Tensor]
+        return geometry(plain) if len(plain) == len(self.reads) else None
+
+    def _run(
+        self, grads: Sequence[Tensor | None], hyper: Tensor, observed: list[Any] | None
+    ) -> None:
+        """The step, operation after operation."""
+        if self.items:
+            pieces = self._pieces(grads)
+            self._accumulate(pieces, hyper)
+            seen = [g if n else self.absent for g, n in zip(pieces, self.nesterov, strict=True)]
+            self._orthogonalize(seen, hyper, observed)
+        if self.adamw is not None:
+            self.adamw.run(grads, hyper)
+
+    def _run_around_graph(
+        self, graph: StepGraph, grads: Sequence[Tensor | None], hyper: Tensor
+    ) -> None:
+        """What reads gradients as it is, and the rest from a graph."""
+        if self.items:
+            pieces = self._pieces(grads)
+            self._accumulate(pieces, hyper)
+            kept = self._keep(pieces)
+            graph.run("behind", lambda: self._orthogonalize(kept, hyper, None))
+            torch.autograd.graph.increment_version(self.versioned)
+        if self.adamw is not None:
+            self.adamw.run(grads, hyper)
+
+    def _pieces(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        return [
+            grad
+            if view is None and type(grad := grads[index]) is Tensor
+            else cut(grads[index], view)
+            for index, view in self.grad_of
+        ]
+
+    def _accumulate(self, grads: list[Tensor], hyper: Tensor) -> None:
         ops.momentum_(
             self.momentum,
             grads,
@@ -194,16 +235,6 @@ class DevicePlan:
             self.score,
             self.sumsq,
         )
-        self.due = True
-        if self.device.type == "cuda":
-            self.stream = torch.cuda.current_stream(self.device)
-        if self.graph is None or observed is not None:
-            seen = [g if n else self.absent for g, n in zip(grads, self.nesterov, strict=True)]
-            self._orthogonalize(seen, hyper, observed)
-            return
-        kept = self._keep(grads)
-        self.graph.run(lambda: self._orthogonalize(kept, hyper, None))
-        ops.written(self.weight)
 
     def _keep(self, grads: list[Tensor]) -> list[Tensor]:
         """Copies of the gradients that Newton-Schulz sees (nesterov), in memory that a graph may read."""

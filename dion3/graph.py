@@ -1,64 +1,82 @@
-"""The CUDA graph of a step: captured once per plan, replayed with live scalars.
+"""The CUDA graphs of a step: captured once per plan, replayed with live scalars.
 
-The gradients' storage changes from step to step (`zero_grad(set_to_none=True)`, FSDP), so the launch that
-reads them, momentum, stays outside; so do the AdamW parameters. Everything behind it works on memory
-that stays where it is: momentum, scratch, weights, and the table of scalars, which is refreshed before a
-replay, so that schedules keep working. A new plan starts without a graph.
+Everything in a graph works on memory that stays where it is: momentum, scratch, weights, and the table of
+scalars, which is refreshed before a replay, so that schedules keep working. The gradients may be
+elsewhere in every step (`zero_grad(set_to_none=True)`, FSDP). So there are two graphs: one of the whole
+step, for gradients that lie where they lay when it was captured, and one of all that comes behind what reads
+gradients. A new plan starts without any.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class StepGraph:
-    """One captured function.
+    """Two captured functions, "whole" and "behind".
 
-    The first call runs it as it is (kernels are loaded, and the allocator is warm), the second one
-    captures and replays, later ones replay. If the capture fails, a warning tells why, and this and all
-    later calls run it as it is.
+    The first call runs its function as it is (kernels are loaded, and the allocator is warm), later ones
+    capture theirs and replay. If a capture fails, a warning tells why, and from then on all run as they
+    are.
     """
 
     def __init__(self) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm = False
-        self._failed = False
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._warm = self._failed = False
+        self._last: Any = None
+        self._place: Any = None
 
     @property
-    def captured(self) -> bool:
-        """Whether a graph is held."""
-        return self._graph is not None
+    def captured(self) -> tuple[str, ...]:
+        """Which graphs are held."""
+        return tuple(self._graphs)
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Do what `function` does; it must be the same at every call and make no new tensor that
-        outlives it."""
+    def stays(self, place: Any) -> bool:
+        """Whether the graph of the whole step serves gradients at `place`, or will: no graph is held yet,
+        and they lay there in the last step too. Asked once a step; None is no place."""
+        last, self._last = self._last, place
+        if self._place is None and place is not None and place == last:
+            self._place = place
+        return self._place is not None and self._place == place
+
+    def run(self, name: str, function: Callable[[], None]) -> None:
+        """Do what `function` does; it must be the same at every call of that name and make no new tensor
+        that outlives it."""
         if self._failed or not self._warm:
             self._warm = True
             function()
             return
-        if self._graph is None:
-            self._capture(function)
-        if self._graph is None:
-            function()
+        if name not in self._graphs:
+            self._capture(name, function)
+        if name in self._graphs:
+            self._graphs[name].replay()
         else:
-            self._graph.replay()
+            function()
 
     def reset(self) -> None:
-        """Give the graph and its memory back; the next call begins anew."""
-        graph, self._graph = self._graph, None
-        self._warm = self._failed = False
-        if graph is not None:
+        """Give the graphs and their memory back; the next call begins anew."""
+        graphs, self._graphs = self._graphs, {}
+        self._forget()
+        if graphs:
             torch.cuda.synchronize()  # a graph must not go while it runs
+        for graph in graphs.values():
             graph.reset()
 
-    def _capture(self, function: Callable[[], None]) -> None:
+    def _capture(self, name: str, function: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()
+        pool = next(
+            (other.pool() for other in self._graphs.values()), None
+        )  # they never run at once
         try:
             # "thread_local": other threads (NCCL's watchdog) may use the device meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 function()
         except Exception as error:
             self._failed = True
@@ -70,7 +88,7 @@ class StepGraph:
                 stacklevel=2,
             )
         else:
-            self._graph = graph
+            self._graphs[name] = graph
 
 
 def _end_generator_capture() -> None:

@@ -1,7 +1,8 @@
 """What one step does, worked out once: which pieces of which parameters go through which operation.
 
 A plan is built at the first step and again whenever its signature changes: other parameters,
-pointers, shapes, state tensors, group options, or another set of parameters that have a gradient.
+pointers, shapes, state tensors, group options, another set of parameters that have a gradient, or
+gradients of another dtype.
 Frameworks exchange parameters after construction, so nothing is planned before the first step.
 
 Matrices of equal shape stand together in one stack for Newton-Schulz (a bucket). Stacks are worked
@@ -43,7 +44,7 @@ WORKSPACE_LIMIT = 2 * 2**30
 Groups = Sequence[Mapping[str, Any]]
 
 
-def _geometry(tensors: list[Tensor]) -> Any:
+def geometry(tensors: list[Tensor]) -> Any:
     """Address, shape and strides of each, in a form that is quick to compare."""
     if build.native is not None:
         return build.native.geometry(tensors)
@@ -58,7 +59,7 @@ class Signature:
     ) -> None:
         self.options = [plan_values(group, options) for group in groups]
         self.params = [list(group["params"]) for group in groups]
-        self.has_grad = [grad is not None for grad in grads]
+        self.grads = [grad if grad is None else grad.dtype for grad in grads]
         self.states = list(state.values())
         pairs = [(entry, key) for entry in self.states for key in entry]
         self.places = [(e, k) for e, k in pairs if isinstance(e[k], Tensor)]
@@ -66,7 +67,7 @@ class Signature:
         flat = [p for params in self.params for p in params]
         plain = [p for p in flat if not is_traceable_wrapper_subclass(p)]
         self.watched = plain + self.tensors
-        self.geometry = _geometry(self.watched)
+        self.geometry = geometry(self.watched)
 
     def matches(
         self, groups: Groups, state: State, options: Options, grads: Sequence[Tensor | None]
@@ -79,10 +80,10 @@ class Signature:
                 len(group["params"]) == len(params) and all(map(is_, group["params"], params))
                 for group, params in zip(groups, self.params, strict=True)
             )
-            and [grad is not None for grad in grads] == self.has_grad
+            and [grad if grad is None else grad.dtype for grad in grads] == self.grads
             and all(map(is_, state.values(), self.states))
             and all(map(is_, [entry.get(key) for entry, key in self.places], self.tensors))
-            and _geometry(self.watched) == self.geometry
+            and geometry(self.watched) == self.geometry
             and [plan_values(group, options) for group in groups] == self.options
         )
 

@@ -241,7 +241,7 @@ MUTANTS = [
     _m(
         "new plan for exchanged memory",
         "dion3/plan.py",
-        "            and _geometry(self.watched) == self.geometry\n",
+        "            and geometry(self.watched) == self.geometry\n",
         "",
         "test_optimizer_contract.py::test_the_plan_notices_exchanged_memory",
     ),

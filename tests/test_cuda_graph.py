@@ -95,6 +95,60 @@ def test_replay_equals_eager_bitwise(cls, options, dtype):
     assert_same(states(eager), states(graph))
 
 
+@pytest.mark.parametrize("cls", [dion3.Dion3, dion3.Muon])
+def test_gradients_may_stay_or_move(cls):
+    """In place for some steps, elsewhere for two, back, and in float32 for one: always as without a
+    graph."""
+    eager_params, eager = build(cls, torch.bfloat16, False)
+    params, optimizer = build(cls, torch.bfloat16, True)
+    for p in (*eager_params, *params):
+        p.grad_dtype = None
+    home, away = ([torch.empty_like(p) for p in params] for _ in range(2))
+    held = []
+    for step in range(14):
+        set_grads(eager_params, step)
+        for p, e, here, there in zip(params, eager_params, home, away, strict=True):
+            p.grad = (there if step in (5, 6, 9) else here).copy_(e.grad)
+            if step == 11:
+                e.grad = p.grad = e.grad.float() * 1.001
+        for these in (eager, optimizer):
+            schedule(these, step, 14)
+            these.step()
+        assert_same(eager_params, params)
+        held.append(optimizer._plans[0].graph.captured)
+    assert_same(states(eager), states(optimizer))
+    assert held[0] == () and held[1] == held[4] == ("whole",) and held[10] == ("whole", "behind")
+    assert held[11] == () and held[13] == ("whole",)  # another dtype: a new plan
+
+
+def test_gradients_that_never_stay_leave_what_is_behind_them_in_a_graph():
+    params, optimizer = build(dion3.Dion3, torch.bfloat16, True)
+    kept = []
+    for step in range(4):
+        set_grads(params, step)
+        kept.append([p.grad for p in params])
+        optimizer.step()
+    assert optimizer._plans[0].graph.captured == ("behind",)
+
+
+def test_adamw_alone_is_captured():
+    results = []
+    for cuda_graph in (False, True):
+        _, vectors = model(torch.bfloat16)
+        optimizer = dion3.Dion3([{"params": vectors, "algorithm": "adamw"}], cuda_graph=cuda_graph)
+        grads = [torch.empty_like(p) for p in vectors]
+        for step in range(5):
+            set_grads(vectors, step)
+            for p, g in zip(vectors, grads, strict=True):
+                p.grad = g.copy_(p.grad)
+            before = vectors[0]._version
+            optimizer.step()
+            assert vectors[0]._version > before
+        results.append([*vectors, *states(optimizer)])
+    assert optimizer._plans[0].graph.captured == ("whole",)
+    assert_same(*results)
+
+
 def test_looking_at_the_state_between_replays_changes_no_bit():
     results = []
     for look in (False, True):
