@@ -408,7 +408,7 @@ __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& 
     }
     fragments<TILE, A_MN, B_MN> now[2]; /* of even and odd k / 16: one is read while the other multiplies */
     ptx80_cp_async_wait<STAGES - 2>();
-    __syncthreads();
+    ptx80_barrier<S::THREADS>();
     if (MULTIPLY) now[0].read(read_a, read_b, stage, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -417,7 +417,7 @@ __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& 
             if (k == LAST) {
                 /* All of this stage has been read: on to the next, which is there for all after the barrier. */
                 ptx80_cp_async_wait<STAGES - 2>();
-                __syncthreads();
+                ptx80_barrier<S::THREADS>();
                 next = stage;
                 stage = stage + S::STAGE_BYTES == end ? ring : stage + S::STAGE_BYTES;
             }
