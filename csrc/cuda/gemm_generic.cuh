@@ -386,13 +386,15 @@ __device__ __forceinline__ const group& locate(const launch_table& table, int64_
  * stored k-major whatever their strides). */
 enum { A_MN_MAJOR = 1, B_MN_MAJOR = 2, ELEMENTS = 4, LAYOUTS = 5 };
 
-/* MULTIPLY: whether this warp has anything to multiply; all warps copy and meet at the barriers. */
-template <typename T, int TILE, int LAYOUT, bool MULTIPLY>
+/* DIAGONAL: of a diagonal tile of a symmetric product nobody needs what lies wholly above the diagonal. Those
+ * warps copy all the same, and run the same code: all warps of a block must meet at the same barrier. */
+template <typename T, int TILE, int LAYOUT, bool DIAGONAL>
 __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& g, const position& at,
                                           uint32_t ring, int warp_row, int warp_col) {
     using S = shape<TILE>;
     constexpr bool A_MN = LAYOUT & A_MN_MAJOR, B_MN = LAYOUT & B_MN_MAJOR, VECTOR = LAYOUT != ELEMENTS;
     constexpr int LAST = BLOCK_K / 16 - 1;
+    const bool multiplies = !DIAGONAL || warp_row + S::WARP > warp_col;
     loader<TILE, A_MN> load_a(g.a, at.batch, at.row0, g.m, g.k);
     loader<TILE, B_MN> load_b(g.b, at.batch, at.col0, g.n, g.k);
     const reader<TILE, A_MN> read_a(warp_row, true);
@@ -408,8 +410,8 @@ __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& 
     }
     fragments<TILE, A_MN, B_MN> now[2]; /* of even and odd k / 16: one is read while the other multiplies */
     ptx80_cp_async_wait<STAGES - 2>();
-    ptx80_barrier<S::THREADS>();
-    if (MULTIPLY) now[0].read(read_a, read_b, stage, 0);
+    __syncthreads();
+    if (multiplies) now[0].read(read_a, read_b, stage, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
@@ -417,7 +419,7 @@ __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& 
             if (k == LAST) {
                 /* All of this stage has been read: on to the next, which is there for all after the barrier. */
                 ptx80_cp_async_wait<STAGES - 2>();
-                ptx80_barrier<S::THREADS>();
+                __syncthreads();
                 next = stage;
                 stage = stage + S::STAGE_BYTES == end ? ring : stage + S::STAGE_BYTES;
             }
@@ -427,8 +429,8 @@ __device__ __forceinline__ void main_loop(accumulators<TILE>& acc, const group& 
                 load_b.template load<VECTOR>(next + S::OPERAND_BYTES);
                 ptx80_cp_async_commit();
             }
-            if (MULTIPLY) now[(k + 1) % 2].read(read_a, read_b, stage, k == LAST ? 0 : k + 1);
-            if (MULTIPLY) now[k % 2].template multiply<T>(acc);
+            if (multiplies) now[(k + 1) % 2].read(read_a, read_b, stage, k == LAST ? 0 : k + 1);
+            if (multiplies) now[k % 2].template multiply<T>(acc);
         }
     }
     ptx80_cp_async_wait<0>();
@@ -447,8 +449,7 @@ __global__ void __launch_bounds__(shape<TILE>::THREADS, LAYOUT == ELEMENTS ? 1 :
         position at;
         const group& g = locate<TILE>(table, index, at);
         accumulators<TILE> acc = {};
-        /* Of a diagonal tile nobody needs what lies wholly above the diagonal. */
-        if (!table.symmetric || at.row0 + warp_row + S::WARP > at.col0 + warp_col) {
+        if (table.symmetric && at.row0 == at.col0) {
             main_loop<T, TILE, LAYOUT, true>(acc, g, at, ring, warp_row, warp_col);
         } else {
             main_loop<T, TILE, LAYOUT, false>(acc, g, at, ring, warp_row, warp_col);

@@ -33,13 +33,6 @@ PTX80_FN void ptx80_cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Waits for all THREADS of the block like __syncthreads, which C++ allows only where they all run the same code; here
- * each warp may come from a place of its own. */
-template <int THREADS>
-PTX80_FN void ptx80_barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-}
-
 PTX80_FN void ptx80_store_shared16(uint32_t target, const uint32_t (&words)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])
