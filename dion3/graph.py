@@ -39,9 +39,12 @@ class StepGraph:
         return tuple(self._graphs)
 
     def stays(self, place: Any) -> bool:
-        """Whether the graph of the whole step serves gradients at `place`, or will: no graph is held yet,
-        and they lay there in the last step too. Asked once a step; None is no place."""
+        """Whether the graph of the whole step serves gradients at `place`, or will: they lay there in
+        the last step too, and it has no place yet. Asked once a step; None is no place. Before anything
+        has run, yes: the first call captures nothing."""
         last, self._last = self._last, place
+        if not self._warm:
+            return True
         if self._place is None and place is not None and place == last:
             self._place = place
         return self._place is not None and self._place == place

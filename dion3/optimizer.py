@@ -77,7 +77,7 @@ class Dion3(Optimizer):
         cuda_graph: replay the step from a CUDA graph (see `dion3.graph`); without effect on the CPU.
             Learning rate, weight decay and momentum stay live. Every parameter that requires a
             gradient must have one. The scratch memory is then held between steps, and with nesterov
-            a copy of the gradients; `release_graphs` gives both back.
+            a copy of gradients that move; `release_graphs` gives both back.
 
     Raises:
         ValueError: at construction and in `add_param_group`, for a wrong value, an unknown group

@@ -130,10 +130,12 @@ def feed_back_(
     """m <- feedback * m in the selected slices (Algorithm 4 line 9): how momentum_ begins."""
     for i, buffer in enumerate(momentum):
         m = _slices(_stack(buffer), axis[i])
-        damped = (feedback[group[i]] * m.float()).to(m.dtype)
+        factor = feedback[group[i]].expand(
+            1, 1, 1
+        )  # float32, and so is the product before its rounding
         if slots[i].numel():
-            damped = torch.where(slots[i].view(m.shape[0], -1, 1) < 0, m, damped)
-        m.copy_(damped)
+            factor = torch.where(slots[i].view(m.shape[0], -1, 1) < 0, 1.0, factor)
+        m.mul_(factor)
 
 
 def momentum_(

@@ -16,6 +16,7 @@ import torch
 from optimizer_helpers import matrix, parameter, relative, steps, watch
 
 import dion3
+from dion3.graph import StepGraph
 
 CLASSES = [dion3.Dion3, dion3.Muon, dion3.NorMuon]
 classes = pytest.mark.parametrize("cls", CLASSES)
@@ -752,3 +753,17 @@ def test_checks_do_not_depend_on_assert(flag):
         raise SystemExit(1)
     """
     subprocess.run([sys.executable, flag, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_which_graph_serves_the_gradients():
+    """The whole step is captured for the first place where gradients stayed for a step, and for no
+    other; the first call captures nothing."""
+    graph = StepGraph()
+    assert graph.stays("home")
+    ran = []
+    graph.run("whole", lambda: ran.append(True))
+    assert ran == [True] and graph.captured == ()
+    places = ["away", "home", "home", "away", "away", None, None, "home"]
+    assert [graph.stays(p) for p in places] == [False] * 2 + [True] + [False] * 4 + [True]
+    graph.reset()
+    assert graph.stays("away")
