@@ -61,9 +61,9 @@ class Tile:
 
 @dataclass
 class Block:
-    """One thread block: `operand_producers` 2 as built, 1: B's thread passes C's and E's stages by;
-    `empty_half` False: nobody waits until a consumer has read its last C; `turns` False: consumers do
-    not take turns."""
+    """One thread block: `operand_producers` 2 as built, 1: B's thread passes C's and E's stages by, and
+    consumers do not look at their full barrier; `empty_half` False: nobody waits until a consumer has
+    read its last C; `turns` False: consumers do not take turns."""
 
     random: random.Random
     operand_producers: int = 2
@@ -166,6 +166,8 @@ class Block:
                 self.read(stage, (number, "CE"[i]), (0, 1))
                 yield None
                 self.operand_empty[w][i].arrive()
+                if self.operand_producers == 2:
+                    yield self.full[stage % self.stages], stage // self.stages % 2
                 self.release(stage)
                 yield None
                 stage += 1

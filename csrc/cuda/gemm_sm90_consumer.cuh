@@ -138,7 +138,10 @@ PTX_FN void start_from(float (&accumulators)[SLABS][64], int index, float factor
     }
     ptx_fence_proxy_async_shared(); /* what was read here, TMA will overwrite */
     ptx_bar_sync_warpgroup(self.barrier);
-    if (self.thread == 0) ptx_mbarrier_arrive(self.operand_empty + 8 * index);
+    if (self.thread == 0) {
+        ptx_mbarrier_arrive(self.operand_empty + 8 * index);
+        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity); /* is over: no phase goes by unseen */
+    }
     ring_release(ring, ring.slot, self.thread);
     ring_next<Config>(ring);
 }
