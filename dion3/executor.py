@@ -148,9 +148,22 @@ class DevicePlan:
             hyper: the table of scalars.
             observed: None, or a list that takes one record per bucket (see `Pass.observe`).
         """
-        self.due = True
         if self.device.type == "cuda":
             self.stream = torch.cuda.current_stream(self.device)
+        try:
+            self._step(grads, hyper, observed)
+        except BaseException:
+            if not self.due:
+                self.feedback.fill_(1.0)  # line 9 is for weights that were updated
+            raise
+        self.due = True
+        # Not in a finally clause: whoever catches an error may look at the tensors of its traceback.
+        if self.graph is None:
+            self.workspace.release()
+
+    def _step(
+        self, grads: Sequence[Tensor | None], hyper: Tensor, observed: list[Any] | None
+    ) -> None:
         self.workspace.acquire()
         for parameter, copy in self.staged.values():
             copy.copy_(parameter)
@@ -163,21 +176,18 @@ class DevicePlan:
             self._run_around_graph(self.graph, grads, hyper)
         for parameter, copy in self.staged.values():
             parameter.copy_(copy)
-        # Not in a finally clause: whoever catches an error may look at the tensors of its traceback.
-        if self.graph is None:
-            self.workspace.release()
 
     def settle(self) -> None:
         """M[S] <- feedback M[S] of the last step, unless it is done."""
         if not self.due:
             return
-        self.due = False
         # In the order of the step's stream; M may have been made in inference mode.
         with torch.cuda.stream(self.stream), torch.inference_mode():
             reference.feed_back_(self.momentum, self.slots, self.feedback, self.group, self.axis)
             self.feedback.fill_(1.0)
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.due = False
 
     def release_graph(self) -> None:
         """Give back the graph and the memory it works in."""
@@ -235,6 +245,7 @@ class DevicePlan:
             self.score,
             self.sumsq,
         )
+        self.due = False
 
     def _keep(self, grads: list[Tensor]) -> list[Tensor]:
         """Copies of the gradients that Newton-Schulz sees (nesterov), in memory that a graph may read."""

@@ -27,7 +27,7 @@ from .options import (
     normalise_group,
 )
 from .plan import Signature, divide
-from .state import ensure_state
+from .state import State, ensure_state
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -148,6 +148,7 @@ class Dion3(Optimizer):
             cuda_graph=cuda_graph,
         )
         group_options(defaults, self._options)
+        self._state = State(dict)
         self._forget()
         self._counts = {"steps": 0, "plans": 0}
         self._observed = None
@@ -156,6 +157,7 @@ class Dion3(Optimizer):
 
     # Annotations only: a value on the class would hide the object's from a wrapper around it.
     _options: Options
+    _state: State
     _signature: Signature | None
     _plans: list[DevicePlan]
     _hyper: HyperTable
@@ -242,6 +244,7 @@ class Dion3(Optimizer):
             groups, self._state, options, grads
         ):
             self._make_plan(grads)
+        self._state.hand_over(self._plans if self._momentum_rule() == "dion3" else ())
         if self._observed is not None:
             self._observed.clear()
         for plan in self._plans:
@@ -254,7 +257,6 @@ class Dion3(Optimizer):
         present = [grad is not None for grad in grads]
         if self._options.cuda_graph:
             self._refuse_missing(present)
-        self._settle()
         self._ensure_state(checked, present)
         work = divide(self.param_groups, checked, present)
         seed = self._options.seed
@@ -298,6 +300,7 @@ class Dion3(Optimizer):
         """State for every parameter that takes part or may later: ranks and checkpoints then agree
         on the keys, whichever gradients there happen to be."""
         index = 0
+        self._state.settle()  # its tensors may be exchanged
         for group, options in zip(self.param_groups, checked, strict=True):
             for parameter in group["params"]:
                 if parameter.requires_grad or present[index]:
@@ -310,24 +313,19 @@ class Dion3(Optimizer):
 
         The last part of a step, the damping of the momentum that was used, is left to the next step,
         where it is free; asking for the state does it at once. A momentum tensor that was taken from
-        here before a step is therefore up to date only after the state has been asked for again.
+        here before a step is therefore up to date only after the state has been asked for again: do so
+        before reading or writing it. Optimizers may share a state.
         """
-        self._settle()
+        self._state.settle()
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._state = state
-
-    def _settle(self) -> None:
-        """Do what the last step left to the next one (nothing where momentum is damped first)."""
-        if self._momentum_rule() == "dion3":
-            for plan in self.__dict__.get("_plans", ()):
-                plan.settle()
+        self._state = state if isinstance(state, State) else State(dict, state)
 
     def _forget(self) -> None:
         """Drop everything that can be made again from groups, options and state."""
-        self._settle()
+        self._state.settle()
         for plan in self.__dict__.get("_plans", ()):
             plan.release_graph()
         self._signature = None
@@ -342,7 +340,7 @@ class Dion3(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "state" in self.__dict__:  # put there by the line above, where the property hides it
-            self._state = self.__dict__.pop("state")
+            self.state = self.__dict__.pop("state")
         self.__dict__.setdefault("_counts", {"steps": 0, "plans": 0})
         self.__dict__.setdefault("_observed", None)
         self._forget()
@@ -367,12 +365,12 @@ class Dion3(Optimizer):
             then.
         """
         checkpoints.check_is_dict(state_dict)
-        self._settle()  # the dict may hold tensors of this optimizer
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replacement = pre_hook(self, state_dict)
             if replacement is not None:
                 state_dict = replacement
+        self._state.settle()  # the dict may hold its tensors, and a hook may have made a step
         with torch.no_grad():
             state, groups = checkpoints.prepare_load(
                 state_dict, self.param_groups, self._options, self._momentum_rule()

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +24,38 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .layout import keeps_strides, second_moment_shape
 from .options import GroupOptions
 
-State = MutableMapping[Any, dict[str, Any]]
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_settling = threading.Lock()  # two threads may look at one state
+
+
+class Plan(Protocol):
+    """What a state knows of an `executor.DevicePlan`."""
+
+    def settle(self) -> None:
+        """Do what the last step left to the next one."""
+
+
+class State(defaultdict[Any, dict[str, Any]]):
+    """Parameter -> key -> tensor, and the plans that may have left something to the next step.
+
+    These go with the state and not with an optimizer, for several may share one state: by
+    assignment, by copy.copy, or as a wrapper that has taken over __dict__.
+    """
+
+    plans: Sequence[Plan] = ()
+
+    def settle(self) -> None:
+        """Do what the last step left to the next one."""
+        with _settling:
+            for plan in self.plans:
+                plan.settle()
+
+    def hand_over(self, plans: Sequence[Plan]) -> None:
+        """From now on `plans` work on this state, on what they themselves have left to be done."""
+        if self.plans is not plans:
+            self.settle()
+            self.plans = plans
 
 
 def stochastic(parameter: Tensor, options: GroupOptions) -> bool:

@@ -1,6 +1,6 @@
 """Take one feature at a time out of a copy of the sources and show that the tests notice.
 
-    python tests/mutants.py [--list] [--keep-going] [NAME ...]
+    python tests/mutants.py [--list] [NAME ...]
 
 Each mutant is a small textual change in Python or C. The copy is built (only what the change
 touches is compiled again) and the tests named with the mutant must fail; before that, the same
@@ -79,23 +79,58 @@ MUTANTS = [
     _m(
         "feedback that is due before the state is looked at",
         "dion3/optimizer.py",
-        "        self._settle()\n        return self._state\n",
+        "        self._state.settle()\n        return self._state\n",
         "        return self._state\n",
         "test_optimizer.py::test_step_equals_the_specification",
     ),
     _m(
         "feedback that is due before a new plan",
         "dion3/optimizer.py",
-        "        self._settle()\n        self._ensure_state(checked, present)\n",
-        "        self._ensure_state(checked, present)\n",
+        "        self._state.settle()  # its tensors may be exchanged\n",
+        "",
         "test_optimizer.py::test_looking_at_the_state_changes_no_bit",
     ),
     _m(
         "feedback that is due before a load",
         "dion3/optimizer.py",
-        "        self._settle()  # the dict may hold tensors of this optimizer\n",
+        "        self._state.settle()  # the dict may hold its tensors, and a hook may have made a step\n",
         "",
         "test_optimizer.py::test_looking_at_the_state_changes_no_bit",
+    ),
+    _m(
+        "feedback that another optimizer of the state has left",
+        "dion3/state.py",
+        "            self.settle()\n            self.plans = plans\n",
+        "            self.plans = plans\n",
+        "test_optimizer.py::test_optimizers_that_share_a_state_share_what_is_due",
+    ),
+    _m(
+        "a state that is assigned stays the same state",
+        "dion3/optimizer.py",
+        "state if isinstance(state, State) else State(dict, state)",
+        "State(dict, state)",
+        "test_optimizer.py::test_optimizers_that_share_a_state_share_what_is_due",
+    ),
+    _m(
+        "no feedback of a step that broke off",
+        "dion3/executor.py",
+        "                self.feedback.fill_(1.0)  # line 9",
+        "                pass  # line 9",
+        "test_optimizer.py::test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none",
+    ),
+    _m(
+        "feedback of the step before one that broke off",
+        "dion3/executor.py",
+        "            if not self.due:\n                self.feedback",
+        "            if True:\n                self.feedback",
+        "test_optimizer.py::test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none",
+    ),
+    _m(
+        "feedback is done once momentum_ has run",
+        "dion3/executor.py",
+        "        self.due = False\n\n    def _keep",
+        "\n    def _keep",
+        "test_optimizer.py::test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none",
     ),
     _m(
         "feedback of the step it is due for",

@@ -3,6 +3,7 @@ code."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -147,6 +148,8 @@ def run_and_look(device, look, **options):
             opt.add_param_group({"params": [params[3]], "fraction": 1.0})
         if t == 7:
             params[1].data = params[1].data.clone()
+        if t == 8:  # the momentum moves to these strides
+            params[0].data = params[0].data.mT.contiguous().mT
         for group in opt.param_groups:
             group["momentum"] = 0.95 - 0.05 * t
         opt.step()
@@ -190,6 +193,100 @@ def test_what_is_written_into_the_state_counts(device):
         opt.step()
     (m,) = seen[0][0]
     assert torch.equal(m, given + (p.grad * torch.tensor(1 - 0.95, dtype=torch.float64).float()))
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        copy.copy,
+        lambda opt: _with_state_of(opt),
+        lambda opt: _with_dict_of(opt),
+    ],
+    ids=["copied", "assigned", "wrapped"],
+)
+def test_optimizers_that_share_a_state_share_what_is_due(device, share):
+    """They take turns, and whoever is asked for the state does what another has left."""
+
+    def run(look):
+        params = [parameter(16, 40, device=device), parameter(40, 16, device=device)]
+        first = dion3.Dion3(params, fraction=0.25)
+        for p in params:
+            p.grad = matrix(*p.shape, seed=1, device=device)
+        first.step()
+        second = share(first)
+        for t, opt in enumerate((second, first, first, second, second, first)):
+            for p in params:
+                p.grad = matrix(*p.shape, seed=2 + t, device=device)
+            opt.step()
+            look(first if t % 2 else second)
+        other = second if opt is first else first
+        return params, [other.state_dict()["state"][i]["momentum_buffer"] for i in (0, 1)]
+
+    settled, expected = run(lambda opt: opt.state)
+    left, found = run(lambda opt: None)
+    assert all(torch.equal(a, b) for a, b in zip(settled + expected, left + found, strict=True))
+
+
+def _with_state_of(opt):
+    other = dion3.Dion3(opt.param_groups[0]["params"], fraction=0.25)
+    other.state = opt.state
+    return other
+
+
+def _with_dict_of(opt):
+    """What a wrapper that delegates nothing becomes."""
+    other = dion3.Dion3.__new__(dion3.Dion3)
+    other.__dict__.update(opt.__dict__)
+    return other
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("broken", ["momentum_", "select_", "update_"])
+def test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none(
+    device, broken, look, monkeypatch
+):
+    """Line 9 is done once for each step that changed weights, and not for one that did not get there."""
+    p = parameter(16, 40, device=device)
+    opt = dion3.Dion3([p], fraction=0.25)
+    p.grad = matrix(16, 40, seed=1, device=device)
+    with watch("update_") as seen:
+        opt.step()
+    chosen = seen[0][2][0] >= 0
+    m = 0.05 * p.grad.double()
+    m[chosen] *= 0.95
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dion3.executor.ops.{broken}", _broken)
+        with pytest.raises(MemoryError):
+            opt.step()
+    if broken != "momentum_":
+        m = m + 0.05 * p.grad.double()
+    if look:
+        assert relative(opt.state[p]["momentum_buffer"], m) < 1e-6
+    with watch("gather_") as seen:
+        opt.step()
+    assert relative(seen[0][0][0], m + 0.05 * p.grad.double()) < 1e-6
+
+
+def _broken(*args):
+    raise MemoryError("for the test")
+
+
+def test_a_hook_of_load_state_dict_may_make_a_step(device):
+    def run(look):
+        p = parameter(16, 40, device=device)
+        opt = dion3.Dion3([p], fraction=0.25)
+        p.grad = matrix(16, 40, seed=1, device=device)
+        opt.step()
+
+        def hook(opt, state_dict):
+            opt.step()
+            look(opt)
+
+        opt.register_load_state_dict_pre_hook(hook)
+        opt.load_state_dict(opt.state_dict())
+        return opt.state[p]["momentum_buffer"]
+
+    assert torch.equal(run(lambda opt: opt.state), run(lambda opt: None))
 
 
 def test_state_of_a_step_in_inference_mode(device):
