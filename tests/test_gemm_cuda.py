@@ -384,6 +384,22 @@ def test_batch_size_and_place_change_no_bit(m, backend, symmetric):
         assert torch.equal(d[0], all_of_them[i])
 
 
+@pytest.mark.parametrize("operand", ["a", "b", "both"])
+def test_batch_size_and_place_change_no_bit_where_c_is_an_operand(operand, backend, symmetric):
+    """Of 2 matrices of 1100 some tiles are computed in halves, of 1 none."""
+    for m, batch in ((130, 9), (1100, 2)):
+        p = Product(symmetric, batch, m, m, m, alpha=0.5, beta=-1.5, seed=1)
+        p.a.copy_(api.mirror(p.a) if symmetric else p.a)
+        p.b = p.a if operand == "both" else p.b.copy_(api.mirror(p.b) if symmetric else p.b)
+        p.c = p.b if operand == "b" else p.a
+        all_of_them = p.check(backend)
+        for i in (0, batch - 1):
+            d, _ = api.poisoned(all_of_them[i : i + 1].shape, torch.float16)
+            a, b, c = (t[i : i + 1] for t in (p.a, p.b, p.c))
+            api.run_gemm(api.gemm(d, a, b, c, p.alpha, p.beta), symmetric, backend)
+            assert torch.equal(d[0], all_of_them[i])
+
+
 @pytest.mark.slow
 def test_soak_of_100000_products(backend):
     """Both products of 512 x 1408 matrices, 100,000 times, bitwise equal."""

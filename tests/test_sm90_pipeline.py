@@ -61,13 +61,12 @@ class Tile:
 
 @dataclass
 class Block:
-    """One thread block: `operand_producers` 2 as built, 1: B's thread passes C's and E's stages by, and
-    consumers do not look at their full barrier; `empty_half` False: nobody waits until a consumer has
-    read its last C; `turns` False: consumers do not take turns."""
+    """One thread block, as built. `early` True: consumers read C before they have the turn; `counted` False:
+    the scheduler forgets the stages of C and E; `turns` False: consumers do not take turns."""
 
     random: random.Random
-    operand_producers: int = 2
-    empty_half: bool = True
+    early: bool = False
+    counted: bool = True
     turns: bool = True
     loads: list[tuple[Barrier, int, int, object]] = field(default_factory=list)
 
@@ -83,8 +82,6 @@ class Block:
         ]
         self.full = [Barrier(2) for _ in range(self.stages)]
         self.empty = [Barrier(1) for _ in range(self.stages)]
-        self.operand_full = [[Barrier(self.operand_producers) for _ in "CE"] for _ in range(2)]
-        self.operand_empty = [[Barrier(1) for _ in "CE"] for _ in range(2)]
         self.turn = [Barrier(1) for _ in range(2)]
         self.tile_full = [Barrier(1) for _ in range(SCHEDULE)]
         self.tile_empty = [Barrier(3) for _ in range(SCHEDULE)]
@@ -102,7 +99,7 @@ class Block:
             self.entries[entry] = (tile, stage)
             self.tile_full[entry].arrive()
             yield None
-            stage += tile.operands + tile.steps if tile else 0
+            stage += tile.operands * self.counted + tile.steps if tile else 0
 
     def load(self, barrier: Barrier, stage: int, half: int, what: object) -> None:
         if self.readers[stage % self.stages]:
@@ -111,27 +108,19 @@ class Block:
 
     def produce(self, half: int) -> Thread:
         """Half 0 loads A, half 1 B, both their half of C and E."""
-        stage, operand_parity = 0, [[1, 1], [1, 1]]
+        stage = 0
         for number in range(len(self.tiles)):
             yield self.tile_full[number % SCHEDULE], number // SCHEDULE % 2
             tile, _ = self.entries[number % SCHEDULE]
             assert tile is not None
             self.tile_empty[number % SCHEDULE].arrive()
             for i in range(tile.operands):
-                slot, w = stage % self.stages, number % 2
+                slot = stage % self.stages
                 yield self.empty[slot], stage // self.stages % 2 ^ 1
-                self.full[slot].arrive()
+                self.full[slot].arrive(1)
                 yield None
-                halves = (half,) if self.operand_producers == 2 else (0, 1)[: 2 - 2 * half]
-                if halves:
-                    if self.empty_half:
-                        yield self.operand_empty[w][i], operand_parity[w][i]
-                    operand_parity[w][i] ^= 1
-                    self.operand_full[w][i].arrive(len(halves))
-                    yield None
-                for h in halves:
-                    self.load(self.operand_full[w][i], stage, h, (number, "CE"[i]))
-                    yield None
+                self.load(self.full[slot], stage, half, (number, "CE"[i]))
+                yield None
                 stage += 1
             for k in range(tile.steps):
                 slot = stage % self.stages
@@ -154,24 +143,22 @@ class Block:
         self.empty[stage % self.stages].arrive()
 
     def consume(self, w: int) -> Thread:
-        turn_parity, operand_parity = int(w == 0), [0, 0]
+        turn_parity = int(w == 0)
         for number in range(w, len(self.tiles), 2):
             yield self.tile_full[number % SCHEDULE], number // SCHEDULE % 2
             tile, stage = self.entries[number % SCHEDULE]
             assert tile is not None
             self.tile_empty[number % SCHEDULE].arrive()
+            if self.turns and not self.early:
+                yield self.turn[w], turn_parity
             for i in range(tile.operands):
-                yield self.operand_full[w][i], operand_parity[i]
-                operand_parity[i] ^= 1
+                yield self.full[stage % self.stages], stage // self.stages % 2
                 self.read(stage, (number, "CE"[i]), (0, 1))
                 yield None
-                self.operand_empty[w][i].arrive()
-                if self.operand_producers == 2:
-                    yield self.full[stage % self.stages], stage // self.stages % 2
                 self.release(stage)
                 yield None
                 stage += 1
-            if self.turns:
+            if self.turns and self.early:
                 yield self.turn[w], turn_parity
             turn_parity ^= 1
             for k in range(tile.steps):
@@ -228,7 +215,7 @@ def test_no_interleaving_deadlocks_or_mixes_stages_up():
 
 @pytest.mark.parametrize(
     "fault",
-    [{"operand_producers": 1}, {"empty_half": False}, {"turns": False}],
+    [{"early": True}, {"counted": False}, {"turns": False}],
     ids=lambda f: next(iter(f)),
 )
 def test_the_model_sees(fault):

@@ -8,8 +8,8 @@
  * blocks of 384 threads, one producer warpgroup (TMA) and two consumer warpgroups (wgmma) that
  * take turns at the tensor cores, each owning a whole 128 x 128 tile, so that one's epilogue
  * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C and E come
- * first, a step each: the consumer, while the other one multiplies, starts its accumulators from
- * (beta / alpha) C + (gamma / alpha) E, and alpha is applied at the end. The last tiles of a launch
+ * first, a step each: the consumer whose turn it is starts its accumulators from (beta / alpha) C +
+ * (gamma / alpha) E while the last wgmmas of the other one run, and alpha is applied at the end. The last tiles of a launch
  * may be computed in halves of 64 rows (tile_order.h). Symmetric product: tiles with row
  * >= col only; a tile below the diagonal is stored twice, straight and mirrored (stmatrix.trans),
  * with the same bits; a diagonal tile multiplies 64 x 64 for its upper slab, and the 8 x 8 blocks
@@ -109,21 +109,13 @@ PTX_FN void load_step(const sm90_group& group, const sm90_tile& tile, sm90_ring&
     ring_next<Config>(ring);
 }
 
-/* C (index 0) or E (1) of a tile into the ring's next stage, each thread the 64 columns of its own:
- * blocks of 64 x 64, of a diagonal tile only what is stored. The consumer, who need not have the turn,
- * waits by a barrier of its own for both threads: if it freed a stage that one of them has not yet
- * seen empty, that one would wait for ever. Where k is short two tiles of a consumer are in the ring at
- * once, and so that barrier has an empty half. */
+/* C or E of a tile into the ring's next stage, each thread the 64 columns of its own: blocks of 64 x 64,
+ * of a diagonal tile only what is stored. */
 template <class Config, bool FOR_B>
-PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_shared<Config>& shared,
-                         sm90_ring& ring, int consumer, int index, uint32_t& parity) {
-    const uint32_t full = ptx_shared(&shared.operand_full[consumer][index]), bit = 2 * consumer + index;
+PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_ring& ring) {
+    const uint32_t full = ring.full + 8 * ring.slot, to = ring_stage(ring) + (FOR_B ? D3_BOX_BYTES : 0);
     const int first = FOR_B && Config::SYMMETRIC && tile.diagonal ? 1 : 0; /* slab */
-    const uint32_t to = ring_stage(ring) + (FOR_B ? D3_BOX_BYTES : 0);
     ptx_mbarrier_wait(ring.empty + 8 * ring.slot, ring.parity);
-    ptx_mbarrier_arrive(ring.full + 8 * ring.slot); /* in step with the stages that are waited for by it */
-    ptx_mbarrier_wait(ptx_shared(&shared.operand_empty[consumer][index]), parity >> bit & 1);
-    parity ^= 1 << bit;
     ptx_mbarrier_arrive_expect_tx(full, (tile.slabs - first) * D3_BOX_BYTES);
     for (int slab = first; slab < tile.slabs; slab++) {
         ptx_tma_load(to + slab * 2 * D3_BOX_BYTES, map, full, tile.col + (FOR_B ? D3_BOX : 0),
@@ -137,18 +129,17 @@ PTX_FN void load_operand(const CUtensorMap* map, const sm90_tile& tile, sm90_sha
  * are modelled in tests/test_sm90_pipeline.py. */
 template <class Config, bool FOR_B, int CAPACITY>
 PTX_FN void produce(const sm90_params<CAPACITY>& params, sm90_shared<Config>& shared, sm90_ring ring) {
-    uint32_t operand_parity = 0xF; /* the stages, and the operands, start empty */
-    ring.parity = 1;
+    ring.parity = 1; /* the stages start empty */
     for (uint32_t wave = 0;; wave++) {
         const sm90_tile tile = next_tile<Config>(shared, wave, -1);
         if (tile.group < 0) break;
         const sm90_group& group = params.group[tile.group];
-        const int k_length = group.k_steps * D3_BLOCK_K, consumer = wave % 2;
+        const int k_length = group.k_steps * D3_BLOCK_K;
         int k_first = group.k_first;
         if constexpr (Config::OPERANDS) {
-            load_operand<Config, FOR_B>(&group.c, tile, shared, ring, consumer, 0, operand_parity);
+            load_operand<Config, FOR_B>(&group.c, tile, ring);
             if (Config::SYMMETRIC && group.operands > 1) {
-                load_operand<Config, FOR_B>(&group.e, tile, shared, ring, consumer, 1, operand_parity);
+                load_operand<Config, FOR_B>(&group.e, tile, ring);
             }
             /* A product that is not wanted: beyond the operands TMA reads zeros. */
             if (group.alpha_device != NULL && group.alpha * group.alpha_device[tile.batch] == 0.0f) {
@@ -172,10 +163,6 @@ PTX_FN void initialise(sm90_shared<Config>& shared) {
     }
     for (int w = 0; w < 2; w++) {
         ptx_mbarrier_init(ptx_shared(&shared.turn[w]), 4);
-        for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared(&shared.operand_full[w][i]), 2);
-            ptx_mbarrier_init(ptx_shared(&shared.operand_empty[w][i]), 1);
-        }
     }
     for (int i = 0; i < D3_SCHEDULE; i++) { /* read by two producers and a consumer's four warps */
         ptx_mbarrier_init(ptx_shared(&shared.tile_full[i]), 1);

@@ -17,7 +17,6 @@
 struct sm90_consumer {
     int thread, barrier; /* in the warpgroup; the named barrier of the warpgroup */
     uint32_t own_turn, other_turn, turn_parity;
-    uint32_t operand_full, operand_empty, operand_parity; /* of C, E: the next word, the next bit */
     uint32_t staging;
     int buffer; /* of the staging: which is next */
 };
@@ -109,14 +108,13 @@ PTX_FN float2 unpack(uint32_t packed) {
     return pair;
 }
 
-/* accumulators <- factor * operand (FIRST), or that added to them: C (index 0) or E (1), whose stage of
- * the ring is the next one. Needs no turn: the other warpgroup may be multiplying. */
+/* accumulators <- factor * C (FIRST), or factor * E added to them: from the next stage of the ring, while
+ * the last wgmmas of the other warpgroup run. */
 template <class Config, bool DIAGONAL, bool FIRST, int SLABS>
-PTX_FN void start_from(float (&accumulators)[SLABS][64], int index, float factor, sm90_ring& ring,
-                       sm90_consumer& self) {
+PTX_FN void start_from(float (&accumulators)[SLABS][64], float factor, sm90_ring& ring,
+                       const sm90_consumer& self) {
     const uint32_t from = ring_stage(ring) + block_offset(self.thread >> 5, self.thread & 31);
-    ptx_mbarrier_wait(self.operand_full + 8 * index, self.operand_parity >> index & 1);
-    self.operand_parity ^= 1 << index;
+    ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity);
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
 #pragma unroll
@@ -138,10 +136,6 @@ PTX_FN void start_from(float (&accumulators)[SLABS][64], int index, float factor
     }
     ptx_fence_proxy_async_shared(); /* what was read here, TMA will overwrite */
     ptx_bar_sync_warpgroup(self.barrier);
-    if (self.thread == 0) {
-        ptx_mbarrier_arrive(self.operand_empty + 8 * index);
-        ptx_mbarrier_wait(ring.full + 8 * ring.slot, ring.parity); /* is over: no phase goes by unseen */
-    }
     ring_release(ring, ring.slot, self.thread);
     ring_next<Config>(ring);
 }
@@ -255,17 +249,17 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
     ring.slot = tile.slot;
     ring.parity = tile.parity;
-    if constexpr (Config::OPERANDS) {
-        float beta = group.beta;
-        if (group.beta_device != NULL) beta *= group.beta_device[tile.batch];
-        if (alpha == 0.0f) alpha = 1.0f; /* the producer sees to it that the product is zero */
-        start_from<Config, DIAGONAL, true, SLABS>(accumulators, 0, beta / alpha, ring, self);
-        if (Config::SYMMETRIC && group.operands > 1) {
-            start_from<Config, DIAGONAL, false, SLABS>(accumulators, 1, group.gamma / alpha, ring, self);
-        }
-    }
+    float beta = group.beta;
+    if (Config::OPERANDS && group.beta_device != NULL) beta *= group.beta_device[tile.batch];
+    if (Config::OPERANDS && alpha == 0.0f)
+        alpha = 1.0f; /* the producer sees to it that the product is zero */
     ptx_mbarrier_wait(self.own_turn, self.turn_parity);
     self.turn_parity ^= 1;
+    if constexpr (Config::OPERANDS) {
+        start_from<Config, DIAGONAL, true, SLABS>(accumulators, beta / alpha, ring, self);
+        if (Config::SYMMETRIC && group.operands > 1)
+            start_from<Config, DIAGONAL, false, SLABS>(accumulators, group.gamma / alpha, ring, self);
+    }
     multiply<Config, DIAGONAL ? 64 : 128, SLABS>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
     store_tile<Config, DIAGONAL, SLABS>(accumulators, alpha, group, tile, self);
 }
@@ -280,8 +274,6 @@ PTX_FN void consume(const sm90_params<CAPACITY>& params, sm90_shared<Config>& sh
     self.own_turn = ptx_shared(&shared.turn[consumer]);
     self.other_turn = ptx_shared(&shared.turn[1 - consumer]);
     self.turn_parity = consumer == 0; /* the first turn is consumer 0's */
-    self.operand_full = ptx_shared(shared.operand_full[consumer]);
-    self.operand_empty = ptx_shared(shared.operand_empty[consumer]);
     self.staging = ptx_shared(shared.staging[consumer]);
     for (uint32_t wave = consumer;; wave += 2) {
         const sm90_tile tile = next_tile<Config>(shared, wave, self.thread & 31);

@@ -25,14 +25,12 @@ enum {
 /* A variant of the kernel is the sum of these. Which one computes a product depends on the shape
  * and layout of one matrix, never on the batch (and all of them add k in the same order):
  *
- *   product            operands in memory                       C or E    stages  staging blocks
- *   symmetric          A and B K-major, or both M- and N-major  neither   5       4
- *   symmetric          the same                                 yes       5       4
- *   general            A K-major, B K-major or N-major          neither   6       2
- *   general            the same                                 yes       5       4
+ *   product    operands in memory                       stages  staging blocks
+ *   symmetric  A and B K-major, or both M- and N-major  5       4
+ *   general    A K-major, B K-major or N-major          6       2
  *
  * Always 128 x 128 tiles: 128 x 192 on pairs of thread blocks that share B, and 128 x 256, were
- * not faster. The staging blocks of a consumer hold C of its next tile until its stores begin. */
+ * not faster. */
 enum sm90_variant {
     D3_VARIANT_OPERANDS = 1,  /* with C, and perhaps E */
     D3_VARIANT_MN = 2,        /* symmetric: A and B are MN-major; general: B is */
@@ -90,7 +88,6 @@ struct alignas(1024) sm90_shared {
     uint8_t staging[2][Config::STAGING][D3_BOX_BYTES]; /* of each consumer */
     sm90_tile tile[D3_SCHEDULE];
     uint64_t full[Config::STAGES], empty[Config::STAGES];
-    uint64_t operand_full[2][2], operand_empty[2][2]; /* of each consumer: its C, and E, in the ring */
     uint64_t turn[2], tile_full[D3_SCHEDULE], tile_empty[D3_SCHEDULE];
 };
 
