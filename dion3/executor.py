@@ -181,13 +181,13 @@ class DevicePlan:
         """M[S] <- feedback M[S] of the last step, unless it is done."""
         if not self.due:
             return
+        self.due = False
         # In the order of the step's stream; M may have been made in inference mode.
         with torch.cuda.stream(self.stream), torch.inference_mode():
             reference.feed_back_(self.momentum, self.slots, self.feedback, self.group, self.axis)
             self.feedback.fill_(1.0)
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self.due = False
 
     def release_graph(self) -> None:
         """Give back the graph and the memory it works in."""
@@ -234,17 +234,21 @@ class DevicePlan:
         ]
 
     def _accumulate(self, grads: list[Tensor], hyper: Tensor) -> None:
-        ops.momentum_(
-            self.momentum,
-            grads,
-            self.slots,
-            self.feedback,
-            hyper,
-            self.group,
-            self.axis,
-            self.score,
-            self.sumsq,
-        )
+        try:
+            ops.momentum_(
+                self.momentum,
+                grads,
+                self.slots,
+                self.feedback,
+                hyper,
+                self.group,
+                self.axis,
+                self.score,
+                self.sumsq,
+            )
+        except KeyboardInterrupt:  # comes when the operation has ended
+            self.due = False
+            raise
         self.due = False
 
     def _keep(self, grads: list[Tensor]) -> list[Tensor]:

@@ -240,16 +240,21 @@ class Dion3(Optimizer):
             ):
                 raise _unusable_gradient(groups, index, grad)
         self._hyper.refresh(groups, options)
+        with self._state.lock:
+            self._run(grads)
+
+    def _run(self, grads: Sequence[Tensor | None]) -> None:
+        groups, options = self.param_groups, self._options
         if self._signature is None or not self._signature.matches(
             groups, self._state, options, grads
         ):
             self._make_plan(grads)
-        self._state.hand_over(self._plans if self._momentum_rule() == "dion3" else ())
         if self._observed is not None:
             self._observed.clear()
-        for plan in self._plans:
-            hyper = self._hyper.on(plan.device, groups, options)
-            plan.run(grads, hyper, self._observed)
+        with self._state.worked_on(self._plans if self._momentum_rule() == "dion3" else ()):
+            for plan in self._plans:
+                hyper = self._hyper.on(plan.device, groups, options)
+                plan.run(grads, hyper, self._observed)
         self._counts["steps"] += 1
 
     def _make_plan(self, grads: Sequence[Tensor | None]) -> None:
@@ -263,6 +268,7 @@ class Dion3(Optimizer):
         graph = self._options.cuda_graph
         count = len(self.param_groups)
         self.release_graphs()
+        self._signature = None  # of the old plans
         self._plans = [DevicePlan(d, w, self._state, seed, graph, count) for d, w in work.items()]
         self._signature = Signature(self.param_groups, self._state, self._options, grads)
         self._counts["plans"] += 1
@@ -314,13 +320,15 @@ class Dion3(Optimizer):
         The last part of a step, the damping of the momentum that was used, is left to the next step,
         where it is free; asking for the state does it at once. A momentum tensor that was taken from
         here before a step is therefore up to date only after the state has been asked for again: do so
-        before reading or writing it. Optimizers may share a state.
+        before reading or writing it. Optimizers may share a state, as the same object.
         """
         self._state.settle()
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
+        if "_state" in self.__dict__:
+            self._state.settle()  # others may hold its tensors
         self._state = state if isinstance(state, State) else State(dict, state)
 
     def _forget(self) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,6 @@ from .options import GroupOptions
 
 MOMENTUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_settling = threading.Lock()  # two threads may look at one state
 
 
 class Plan(Protocol):
@@ -40,22 +40,35 @@ class State(defaultdict[Any, dict[str, Any]]):
     """Parameter -> key -> tensor, and the plans that may have left something to the next step.
 
     These go with the state and not with an optimizer, for several may share one state: by
-    assignment, by copy.copy, or as a wrapper that has taken over __dict__.
+    assignment, by copy.copy, or as a wrapper that has taken over __dict__. `lock` is held while a step
+    or `settle` runs, so that any thread may look at the state at any time; a signal handler may, too.
     """
 
-    plans: Sequence[Plan] = ()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.RLock()
+        self.plans: Sequence[Plan] = ()
 
     def settle(self) -> None:
         """Do what the last step left to the next one."""
-        with _settling:
-            for plan in self.plans:
+        with self.lock:
+            plans, self.plans = self.plans, ()  # nothing is due any more, nor to be kept alive
+            for plan in plans:
                 plan.settle()
 
-    def hand_over(self, plans: Sequence[Plan]) -> None:
-        """From now on `plans` work on this state, on what they themselves have left to be done."""
+    @contextmanager
+    def worked_on(self, plans: Sequence[Plan]) -> Iterator[None]:
+        """A step of `plans`, which know what they themselves have left to be done."""
         if self.plans is not plans:
             self.settle()
+        try:
+            yield
+        finally:
             self.plans = plans
+
+    def __reduce__(self) -> Any:
+        self.settle()
+        return super().__reduce__()
 
 
 def stochastic(parameter: Tensor, options: GroupOptions) -> bool:

@@ -100,8 +100,8 @@ MUTANTS = [
     _m(
         "feedback that another optimizer of the state has left",
         "dion3/state.py",
-        "            self.settle()\n            self.plans = plans\n",
-        "            self.plans = plans\n",
+        "        if self.plans is not plans:\n            self.settle()\n",
+        "",
         "test_optimizer.py::test_optimizers_that_share_a_state_share_what_is_due",
     ),
     _m(
@@ -110,6 +110,27 @@ MUTANTS = [
         "state if isinstance(state, State) else State(dict, state)",
         "State(dict, state)",
         "test_optimizer.py::test_optimizers_that_share_a_state_share_what_is_due",
+    ),
+    _m(
+        "a state that is replaced is complete",
+        "dion3/optimizer.py",
+        "            self._state.settle()  # others may hold its tensors\n",
+        "            pass\n",
+        "test_optimizer.py::test_a_state_that_is_replaced_is_complete",
+    ),
+    _m(
+        "no step while another thread looks at the state",
+        "dion3/optimizer.py",
+        "        with self._state.lock:\n",
+        "        if True:\n",
+        "test_optimizer.py::test_another_thread_may_look_at_the_state",
+    ),
+    _m(
+        "feedback of an interrupted momentum_",
+        "dion3/executor.py",
+        "        except KeyboardInterrupt:  # comes when the operation has ended\n            self.due = False\n",
+        "        except KeyboardInterrupt:\n",
+        "test_optimizer.py::test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none",
     ),
     _m(
         "no feedback of a step that broke off",
@@ -128,8 +149,8 @@ MUTANTS = [
     _m(
         "feedback is done once momentum_ has run",
         "dion3/executor.py",
-        "        self.due = False\n\n    def _keep",
-        "\n    def _keep",
+        "            raise\n        self.due = False\n",
+        "            raise\n",
         "test_optimizer.py::test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none",
     ),
     _m(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def _with_dict_of(opt):
 
 
 @pytest.mark.parametrize("look", [False, True])
-@pytest.mark.parametrize("broken", ["momentum_", "select_", "update_"])
+@pytest.mark.parametrize("broken", ["momentum_", "after momentum_", "select_", "update_"])
 def test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none(
     device, broken, look, monkeypatch
 ):
@@ -255,8 +256,17 @@ def test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none(
     m = 0.05 * p.grad.double()
     m[chosen] *= 0.95
     with monkeypatch.context() as patch:
-        patch.setattr(f"dion3.executor.ops.{broken}", _broken)
-        with pytest.raises(MemoryError):
+        name = broken.removeprefix("after ")
+        original = getattr(dion3.ops, name)
+
+        def breaks(*args):
+            if broken == name:
+                raise MemoryError("for the test")
+            original(*args)
+            raise KeyboardInterrupt
+
+        patch.setattr(f"dion3.executor.ops.{name}", breaks)
+        with pytest.raises(MemoryError if broken == name else KeyboardInterrupt):
             opt.step()
     if broken != "momentum_":
         m = m + 0.05 * p.grad.double()
@@ -267,8 +277,83 @@ def test_a_step_that_breaks_off_loses_no_feedback_and_leaves_none(
     assert relative(seen[0][0][0], m + 0.05 * p.grad.double()) < 1e-6
 
 
-def _broken(*args):
-    raise MemoryError("for the test")
+def test_a_state_that_is_replaced_is_complete(device):
+    """Whoever takes the entries of a state over finds what was due done."""
+
+    def run(take):
+        p = parameter(16, 40, device=device)
+        opt = dion3.Dion3([p], fraction=0.25)
+        p.grad = matrix(16, 40, seed=1, device=device)
+        opt.step()
+        before = opt.state
+        opt.step()
+        opt.state = take(opt, before)
+        return opt.state[p]["momentum_buffer"]
+
+    expected = run(lambda opt, before: opt.state)
+    for take in (
+        lambda opt, before: dict(before),
+        lambda opt, before: copy.copy(before),
+        lambda opt, before: before,
+    ):
+        assert torch.equal(run(take), expected)
+
+
+def test_another_thread_may_look_at_the_state(device, monkeypatch):
+    """A step waits until it has got what was due done."""
+    original = dion3.reference.feed_back_
+
+    def run(look):
+        p = parameter(16, 40, device=device)
+        opt = dion3.Dion3([p], fraction=0.25)
+        p.grad = matrix(16, 40, seed=1, device=device)
+        opt.step()
+        begun, stepped = threading.Event(), threading.Event()
+
+        def slowly(*args):
+            original(*args)
+            begun.set()
+            stepped.wait(0.3)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("dion3.reference.feed_back_", slowly)
+            reader = threading.Thread(target=lambda: opt.state)
+            if look:
+                reader.start()
+                assert begun.wait(30)
+            opt.step()
+            stepped.set()
+            if look:
+                reader.join()
+        return p, opt.state[p]["momentum_buffer"]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_a_signal_handler_may_look_at_the_state(device, monkeypatch):
+    """Also in the middle of what it asks for, and of a step."""
+
+    def run(look):
+        p = parameter(16, 40, device=device)
+        opt = dion3.Dion3([p], fraction=0.25)
+        with monkeypatch.context() as patch:
+            for module, name in (("reference", "feed_back_"), ("executor.ops", "gather_")):
+                original = getattr(dion3.reference if name == "feed_back_" else dion3.ops, name)
+
+                def interrupted(*args, original=original):
+                    original(*args)
+                    look(opt)
+
+                patch.setattr(f"dion3.{module}.{name}", interrupted)
+            for t in range(4):
+                p.grad = matrix(16, 40, seed=t, device=device)
+                opt.step()
+                if t % 2:
+                    opt.state_dict()
+        return p, opt.state[p]["momentum_buffer"]
+
+    for never, seen in zip(run(lambda opt: None), run(lambda opt: opt.state), strict=True):
+        assert torch.equal(never, seen)
 
 
 def test_a_hook_of_load_state_dict_may_make_a_step(device):
