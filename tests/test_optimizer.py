@@ -299,26 +299,35 @@ def test_a_state_that_is_replaced_is_complete(device):
         assert torch.equal(run(take), expected)
 
 
-def test_another_thread_may_look_at_the_state(device, monkeypatch):
-    """A step waits until it has got what was due done."""
-    original = dion3.reference.feed_back_
+@pytest.mark.parametrize("first", ["reader", "step"])
+def test_another_thread_may_look_at_the_state(device, first, monkeypatch):
+    """What is due is done once, by whoever comes first; the other one waits."""
+    feed_back, accumulate = dion3.reference.feed_back_, dion3.ops.momentum_
 
     def run(look):
         p = parameter(16, 40, device=device)
         opt = dion3.Dion3([p], fraction=0.25)
         p.grad = matrix(16, 40, seed=1, device=device)
         opt.step()
+        reader = threading.Thread(target=lambda: opt.state)
         begun, stepped = threading.Event(), threading.Event()
 
-        def slowly(*args):
-            original(*args)
+        def slow_feed_back(*args):
+            feed_back(*args)
             begun.set()
             stepped.wait(0.3)
 
+        def accumulate_beside_the_reader(*args):
+            reader.start()
+            begun.wait(0.3)
+            accumulate(*args)
+
         with monkeypatch.context() as patch:
-            patch.setattr("dion3.reference.feed_back_", slowly)
-            reader = threading.Thread(target=lambda: opt.state)
             if look:
+                patch.setattr("dion3.reference.feed_back_", slow_feed_back)
+            if look and first == "step":
+                patch.setattr("dion3.executor.ops.momentum_", accumulate_beside_the_reader)
+            elif look:
                 reader.start()
                 assert begun.wait(30)
             opt.step()
