@@ -66,10 +66,6 @@ class State(defaultdict[Any, dict[str, Any]]):
         finally:
             self.plans = plans
 
-    def __reduce__(self) -> Any:
-        self.settle()
-        return super().__reduce__()
-
 
 def stochastic(parameter: Tensor, options: GroupOptions) -> bool:
     """Whether the parameter's weights are rounded stochastically.

@@ -9,13 +9,14 @@
  * take turns at the tensor cores, each owning a whole 128 x 128 tile, so that one's epilogue
  * runs under the other's main loop. 64 k in a step, five or six steps in the ring. C and E come
  * first, a step each: the consumer whose turn it is starts its accumulators from (beta / alpha) C +
- * (gamma / alpha) E while the last wgmmas of the other one run, and alpha is applied at the end. The last tiles of a launch
- * may be computed in halves of 64 rows (tile_order.h). Symmetric product: tiles with row
- * >= col only; a tile below the diagonal is stored twice, straight and mirrored (stmatrix.trans),
- * with the same bits; a diagonal tile multiplies 64 x 64 for its upper slab, and the 8 x 8 blocks
- * on the diagonal are reflected (movmatrix), so that D equals its transpose bitwise. Work: 2 m n k
- * FLOP (half of it if symmetric) against 2 (m k + n k + (1 or 2) m n) bytes; roof: the tensor cores
- * from k of about 400 on, at the card's power limit (docs/kernels.md). Constraints: sm_90a; no
+ * (gamma / alpha) E while the last wgmmas of the other one run, and alpha is applied at the end.
+ * The last tiles of a launch may be computed in halves of 64 rows (tile_order.h). Symmetric
+ * product: tiles with row >= col only; a tile below the diagonal is stored twice, straight and
+ * mirrored (stmatrix.trans), with the same bits; a diagonal tile multiplies 64 x 64 for its upper
+ * slab, and the 8 x 8 blocks on the diagonal are reflected (movmatrix), so that D equals its
+ * transpose bitwise. Work: 2 m n k FLOP (half of it if symmetric) against 2 (m k + n k + (1 or 2) m
+ * n) bytes; roof: the tensor cores from k of about 400 on, at the card's power limit
+ * (docs/kernels.md). Constraints: sm_90a; no
  * relocatable device code; addresses and strides as d3_gemm_sm90_check says. Source: PTX ISA,
  * sections on wgmma, cp.async.bulk.tensor and mbarrier.
  */

@@ -249,7 +249,7 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
     if (group.alpha_device != NULL) alpha *= group.alpha_device[tile.batch];
     ring.slot = tile.slot;
     ring.parity = tile.parity;
-    float beta = group.beta;
+    float beta = group.beta; /* like alpha read before the turn, not in it */
     if (Config::OPERANDS && group.beta_device != NULL) beta *= group.beta_device[tile.batch];
     if (Config::OPERANDS && alpha == 0.0f)
         alpha = 1.0f; /* the producer sees to it that the product is zero */
