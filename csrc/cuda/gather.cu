@@ -4,8 +4,9 @@
  *   out <- m[selected] * scale, scale = (float)(1 / max(norm, eps)).
  *   momentum (batch, rows, cols); out (batch, k, cols) or (batch, rows, k); any dtypes and strides.
  * Rows: a copy of rows, geometry.cuh. Columns (columns.cuh): a block owns 32 vectors of columns of m by a strip
- * of 64 rows, a warp a row, four rows under way; it finds the indices of its columns in two steps of 256-fold
- * search. m is read in whole vectors, those without a selected column are left alone.
+ * of 64 rows, a warp eight rows, all of them under way; it finds the indices of its columns in two steps of
+ * 256-fold search. m is read in whole vectors. Those without a selected column are left alone, except in the
+ * first half of the rows of 16-bit m, whose loads do not wait for the search.
  * Unaligned, few (k < n / 16) or nesterov columns: a block owns 64 selected columns by 128 rows, each lane two
  * columns, four rows under way.
  * Constraint: indices ascend, as those of dion3_select do.
@@ -50,11 +51,11 @@ __device__ __forceinline__ double norm_of(const gather_entry& e, uint32_t batch)
     return e.norm ? e.norm[batch] : 0.0;
 }
 
-/* norm is that of norm_of, called early: it is on its way together with the first indices. Every thread divides
- * for itself, so that no barrier stands before the first load of m. */
-__device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, double norm) {
+/* norm is that of norm_of, eps that of hyper, both loaded early: they are on their way together with the first
+ * indices. Every thread divides for itself, so that no barrier stands before the first load of m. */
+__device__ __forceinline__ gather_numbers numbers_of(const gather_entry& e, double norm, float eps) {
     gather_numbers s;
-    s.scale = e.norm ? d3_norm_scale(norm, e.hyper[DION3_HYPER_EPS]) : 1.0f;
+    s.scale = e.norm ? d3_norm_scale(norm, eps) : 1.0f;
     s.gain = e.hyper[DION3_HYPER_GAIN];
     s.nesterov = e.hyper[DION3_HYPER_NESTEROV];
     s.looks_ahead = s.nesterov != 1.0f;
@@ -153,8 +154,9 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
     const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
     const int32_t* const indices = e.indices ? e.indices + (int64_t)p.batch * e.rows.rows + p.first : NULL;
     const double norm = norm_of(e, p.batch);
+    const float eps = e.hyper[DION3_HYPER_EPS];
     int32_t ahead = indices && p.group < p.rows ? indices[p.group] : 0; /* the next row's */
-    const gather_numbers s = numbers_of(e, norm);
+    const gather_numbers s = numbers_of(e, norm, eps);
     const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
     const int g_size = d3_size<D3_ANY>(e.grad_dtype);
     const int64_t m_step = (N > 1 ? 1 : e.m.col) * m_size, o_step = (N > 1 ? 1 : e.o.col) * o_size;
@@ -236,22 +238,30 @@ struct __align__(16) tile_stage {
     uint8_t column_of[TILE];
 };
 
-/* V rows, D3_WARPS apart; the whole warp calls. */
-template <int MD, int OD, int V, int STAGED>
-__device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_numbers& s,
-                                           const d3_columns& p, const char* m, char* out,
-                                           tile_stage<STAGED, 32 * d3_width(MD)>& stage) {
-    constexpr int N = d3_width(MD), M = MD == DION3_F32 ? 4 : 2;
+/* The vectors of V rows, D3_WARPS apart, of which `rows` are there. */
+template <int MD, int V>
+__device__ __forceinline__ void fetch_rows(d3_vector<MD, d3_width(MD)> (&old)[V], const char* m, int64_t jump,
+                                           int32_t rows) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        if (v * D3_WARPS < rows) old[v] = d3_fetch<MD, d3_width(MD), false>(m + v * jump);
+    }
+}
+
+/* Writes what was selected of `COUNT` of those rows, from `from` on; the whole warp calls. */
+template <int MD, int OD, int COUNT, int V>
+__device__ __forceinline__ void
+write_rows(const d3_vector<MD, d3_width(MD)> (&old)[V], int from, const gather_entry& e,
+           const gather_numbers& s, const d3_columns& p, char* out, tile_stage<V, 32 * d3_width(MD)>& stage) {
+    constexpr int N = d3_width(MD);
     const uint32_t lane = threadIdx.x % 32;
-    const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
+    const int64_t out_jump = e.o.row * (2 * D3_WARPS);
+    out += from * out_jump;
     if (p.mask) {
-        d3_vector<MD, N> old[V];
 #pragma unroll
-        for (int v = 0; v < V; ++v) old[v] = d3_fetch<MD, N, false>(m + v * m_jump);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
+        for (int v = 0; v < COUNT; ++v) {
             float x[N];
-            d3_widen<MD, N>(old[v], e.momentum_dtype, x);
+            d3_widen<MD, N>(old[from + v], e.momentum_dtype, x);
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = d3_mul(x[i], s.scale);
             d3_put<OD, N>(&stage.out[v][lane * N], d3_round<OD, N>(x, e.out_dtype));
@@ -262,17 +272,33 @@ __device__ __forceinline__ void tile_piece(const gather_entry& e, const gather_n
     for (uint32_t j = lane; j < p.count; j += 32) {
         const uint32_t column = stage.column_of[j];
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
+        for (int v = 0; v < COUNT; ++v) {
             ((uint16_t*)(out + v * out_jump))[j * e.o.col] = stage.out[v][column];
         }
     }
     __syncwarp(); /* the stage is written anew */
 }
 
+/* The same of all rows that are there. */
+template <int MD, int OD, int V>
+__device__ __forceinline__ void write_half(const d3_vector<MD, d3_width(MD)> (&old)[V], const gather_entry& e,
+                                           const gather_numbers& s, const d3_columns& p, char* out,
+                                           int32_t rows, tile_stage<V, 32 * d3_width(MD)>& stage) {
+    if (rows > (V - 1) * D3_WARPS) {
+        write_rows<MD, OD, V>(old, 0, e, s, p, out, stage);
+    } else {
+#pragma unroll
+        for (int v = 0; v < V - 1; ++v) {
+            if (v * D3_WARPS < rows) write_rows<MD, OD, 1>(old, v, e, s, p, out, stage);
+        }
+    }
+}
+
 template <int MD, int OD>
 __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 4)
     gather_tiles_kernel(const __grid_constant__ gather_table table) {
     constexpr int N = d3_width(MD), TILE = 32 * N, V = ROWS_AHEAD, M = MD == DION3_F32 ? 4 : 2;
+    static_assert(TILE_ROWS == 2 * V * D3_WARPS, "a warp takes its rows in two halves");
     __shared__ int32_t slot_of[TILE];
     __shared__ tile_stage<V, TILE> stages[D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
@@ -285,33 +311,32 @@ __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 4)
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
     const uint32_t begin = strip * TILE_ROWS + warp, end = min((strip + 1) * TILE_ROWS, e.rows.rows);
-    const uint32_t column = tile * TILE + lane * N;
+    const int32_t first = (int32_t)(end - begin), second = first - V * D3_WARPS; /* rows of each half, */
+    const uint32_t column = tile * TILE + lane * N;                              /* and others between */
     const bool vector = column + N <= e.columns;
-    const double norm = norm_of(e, batch);
-    const char* const m = e.momentum + (batch * e.m.batch + column) * M;
+    const char* const m = e.momentum + (batch * e.m.batch + begin * e.m.row + column) * M;
+    const int64_t m_jump = e.m.row * (M * D3_WARPS), out_jump = e.o.row * (2 * D3_WARPS);
     char* const out = e.out + batch * e.o.batch * 2;
+    d3_vector<MD, N> old[2][V];
+    /* 16-bit momentum: all but a few of the pieces of 64 bytes hold a selected column, so the first rows need not
+     * wait until it is known which. */
+    if (M == 2 && vector) fetch_rows<MD, V>(old[0], m, m_jump, first);
+    const double norm = norm_of(e, batch);
+    const float eps = e.hyper[DION3_HYPER_EPS];
     int32_t slots[N];
     find_slots<TILE>(e.indices + (int64_t)batch * k, k, tile * TILE, slot_of);
 #pragma unroll
     for (int i = 0; i < N; ++i) slots[i] = vector ? slot_of[lane * N + i] : -1;
     const d3_columns p = d3_columns_of<N>(slots, stages[warp].column_of);
-    const gather_numbers s = numbers_of(e, norm);
+    if (p.mask) {
+        if (M != 2) fetch_rows<MD, V>(old[0], m, m_jump, first);
+        fetch_rows<MD, V>(old[1], m + V * m_jump, m_jump, second);
+    }
+    const gather_numbers s = numbers_of(e, norm, eps);
     if (p.count) {
-        const char* from = m + begin * e.m.row * M;
-        char* to = out + (begin * e.o.row + p.slot * e.o.col) * 2;
-        uint32_t row = begin;
-#pragma unroll 1
-        for (; row + (V - 1) * D3_WARPS < end; row += V * D3_WARPS) {
-            tile_piece<MD, OD, V>(e, s, p, from, to, stages[warp]);
-            from += e.m.row * (M * V * D3_WARPS);
-            to += e.o.row * (2 * V * D3_WARPS);
-        }
-#pragma unroll 1
-        for (; row < end; row += D3_WARPS) {
-            tile_piece<MD, OD, 1>(e, s, p, from, to, stages[warp]);
-            from += e.m.row * (M * D3_WARPS);
-            to += e.o.row * (2 * D3_WARPS);
-        }
+        char* const to = out + (begin * e.o.row + p.slot * e.o.col) * 2;
+        write_half<MD, OD, V>(old[0], e, s, p, to, first, stages[warp]);
+        write_half<MD, OD, V>(old[1], e, s, p, to + V * out_jump, second, stages[warp]);
     }
     if (vector) return;
 #pragma unroll 1
@@ -319,7 +344,7 @@ __global__ void __launch_bounds__(D3_THREADS, MD == DION3_F32 ? 3 : 4)
         const int32_t slot = slot_of[lane * N + i];
 #pragma unroll 1
         for (uint32_t row = begin; row < end && slot >= 0; row += D3_WARPS) {
-            row_piece<MD, OD, 1, false>(e, s, m + (row * e.m.row + i) * M, NULL,
+            row_piece<MD, OD, 1, false>(e, s, m + ((row - begin) * e.m.row + i) * M, NULL,
                                         out + (row * e.o.row + slot * e.o.col) * 2, false);
         }
     }
@@ -339,7 +364,7 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     rest /= tiles;
     const uint32_t strip = rest % strips, batch = rest / strips;
     const uint32_t end = min((strip + 1) * STRIP_ROWS, e.rows.rows);
-    const gather_numbers s = numbers_of(e, norm_of(e, batch));
+    const gather_numbers s = numbers_of(e, norm_of(e, batch), e.hyper[DION3_HYPER_EPS]);
     const int m_size = d3_size<MD>(e.momentum_dtype), o_size = d3_size<OD>(e.out_dtype);
     const char* const g = e.grad;
     int64_t from[2];
