@@ -34,7 +34,17 @@ pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
 # Wider and taller than a block's share in some direction, odd in others.
-SHAPES = ((1, 1), (3, 5), (40, 2056), (300, 136), (17, 5000), (9, 9000), (2, 66, 520), (3, 130, 37))
+SHAPES = (
+    (1, 1),
+    (3, 5),
+    (40, 2056),
+    (300, 136),
+    (17, 5000),
+    (9, 9000),
+    (5, 8161),
+    (2, 66, 520),
+    (3, 130, 37),
+)
 LAYOUTS = ("dense", "transposed", "sliced", "shifted")
 SUM_RTOL = 2.0**-46
 FLOAT_RTOL = 2.0**-22

@@ -2,8 +2,8 @@
  * geometry.cuh - how rows are dealt to blocks, and the sums over them.
  *
  * A block of 256 threads takes a few consecutive rows of one matrix. Short rows are shared by 1 to 32
- * lanes of a warp, so that several rows are under way at once; long ones by the whole block. What a
- * block takes depends on the item alone, never on the other items, so neither do its sums.
+ * lanes of a warp, so that several rows are under way at once; long ones by two warps, four or the whole
+ * block. What a block takes depends on the item alone, never on the other items, so neither do its sums.
  *
  * A row begins with up to N - 1 elements before its first aligned vector and ends with a rest; both
  * are done an element at a time, so rows of odd length keep their vectors.
@@ -16,7 +16,7 @@
 #define D3_THREADS 256
 #define D3_WARPS (D3_THREADS / 32)
 #define D3_WARP_VECTORS 512                    /* a row of up to this many vectors belongs to one warp */
-#define D3_BLOCK_VECTORS (2 * D3_WARP_VECTORS) /* what a block takes at least; never two long rows */
+#define D3_BLOCK_VECTORS (2 * D3_WARP_VECTORS) /* what a block takes at least */
 
 struct d3_strides {
     int64_t batch, row, col;
@@ -27,7 +27,7 @@ struct d3_rows {
     uint32_t rows, cols;
     uint32_t rows_per_block;
     uint32_t blocks_per_matrix;
-    uint32_t log_lanes; /* 2^log_lanes threads share a row: 1 to 32, or 256 */
+    uint32_t log_lanes; /* 2^log_lanes threads share a row */
 };
 
 /* What a thread has of it. */
@@ -52,7 +52,13 @@ static inline void d3_swap(int64_t* a, int64_t* b) {
     *b = c;
 }
 
-/* Deals rows x cols in vectors of `width` elements. Threads that share a row get `each` rows (a whole block:
+/* Threads left idle by the last turn at a row of which each takes two vectors a turn. */
+static inline uint32_t d3_idle_lanes(uint32_t vectors, uint32_t log_lanes) {
+    const uint32_t turn = 2u << log_lanes, rest = vectors % turn;
+    return rest ? turn - rest : 0;
+}
+
+/* Deals rows x cols in vectors of `width` elements. Threads that share a row get `each` rows (whole warps:
  * `each_long`), more if their block would have too few vectors: the numbers are measured, an operation likes one
  * row or several. Returns the number of blocks of `batch` matrices, ~0 if they are too many for 32-bit sizes. */
 static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int64_t cols, int width,
@@ -65,8 +71,9 @@ static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int
         g->log_lanes = 0;
         while (g->log_lanes < 5 && (1u << g->log_lanes) < vectors) ++g->log_lanes;
     }
+    while (g->log_lanes > 6 && d3_idle_lanes(vectors, g->log_lanes) > vectors / 8) --g->log_lanes;
     const uint32_t groups = D3_THREADS >> g->log_lanes, least = D3_BLOCK_VECTORS / vectors / groups;
-    if (groups == 1) each = each_long;
+    if (g->log_lanes > 5) each = each_long;
     g->rows_per_block = (least > each ? least : each) * groups;
     g->rows = (uint32_t)rows;
     g->cols = (uint32_t)cols;

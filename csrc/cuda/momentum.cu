@@ -22,7 +22,6 @@
 
 #define STRIP_ROWS 1024
 #define ROW_BLOCKS 4 /* resident blocks of the row kernel on a multiprocessor, as registers allow */
-#define LONG_ROWS 1  /* of a block, of rows that a whole block shares */
 #define ROWS_AHEAD 4
 #define MAX_STRIPS 128
 
@@ -152,7 +151,7 @@ template <int MD, int GD>
 __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
     momentum_rows_kernel(const __grid_constant__ momentum_table table) {
     constexpr int N = d3_width(MD);
-    __shared__ double part[2][LONG_ROWS][D3_WARPS];
+    __shared__ double part[2][D3_WARPS];
     const uint32_t index = d3_find(table, blockIdx.x);
     const momentum_entry& e = table.entries[index];
     const d3_place p = d3_place_of(e.rows, blockIdx.x - table.first[index]);
@@ -206,8 +205,8 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         squares = d3_sum_lanes(squares, p.lanes);
         if (p.lanes > 32) {
             if (threadIdx.x % 32 == 0) {
-                part[0][r][threadIdx.x / 32] = l1;
-                part[1][r][threadIdx.x / 32] = squares;
+                part[0][threadIdx.x / 32] = l1;
+                part[1][threadIdx.x / 32] = squares;
             }
         } else if (p.lane == 0 && r < p.rows) {
             if (s.scored) e.score[row] = l1;
@@ -215,12 +214,13 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         }
     }
     if (p.lanes <= 32 || (!s.scored && !s.squared)) return;
+    /* Warps that share rows take one each: the sums of a row's warps follow one another. */
     __syncthreads();
     if (threadIdx.x < 2 * p.rows) {
         const uint32_t r = threadIdx.x / 2, which = threadIdx.x % 2;
         double* out = which ? e.sumsq : e.score;
         double sum = 0.0;
-        for (int w = 0; w < D3_WARPS; ++w) sum += part[which][r][w];
+        for (uint32_t w = 0; w < p.lanes / 32; ++w) sum += part[which][r * (p.lanes / 32) + w];
         if (out) out[(int64_t)p.batch * e.rows.rows + p.first + r] = sum;
     }
 }
@@ -474,7 +474,7 @@ static d3_work prepare_sums(const dion3_momentum_item* it, momentum_entry* e, ch
     const int pair = work.kernel % DTYPE_PAIRS;
     const int width = pair == ANY_ANY ? 1 : d3_width(it->momentum.dtype);
     if (work.kernel < DTYPE_PAIRS) {
-        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width, 1, LONG_ROWS);
+        work.blocks = d3_deal_rows(&e->rows, it->batch, e->rows.rows, e->rows.cols, width, 1, 1);
     } else {
         const uint64_t tile = 32 * (uint64_t)width;
         work.blocks = (e->rows.cols + tile - 1) / tile * e->strips * (uint64_t)it->batch;

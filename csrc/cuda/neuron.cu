@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(D3_THREADS, 4)
     const d3_place p = d3_place_of(e.rows, block);
     const int size = d3_size<OD>(e.dtype);
     const int64_t step = (N > 1 ? 1 : e.o.col) * size;
-    const uint32_t cols = e.rows.cols, parts = p.lanes > 32 ? D3_WARPS : 1;
+    const uint32_t cols = e.rows.cols, parts = p.lanes > 32 ? p.lanes / 32 : 1;
     double total = 0.0, scaled = 0.0;
 
     for (uint32_t base = 0; base < p.rows; base += p.groups) {
