@@ -106,6 +106,7 @@ def _timing(samples: list[float]) -> Timing:
 def captured(function: Callable[[], object], inner: int) -> Callable[[], None]:
     """A replay of `inner` calls of the function in one CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what made the operands
     with torch.cuda.stream(stream):
         for _ in range(3):
             function()

@@ -4,7 +4,8 @@
  *   w <- round(a w - g o) selected, w <- round(a w) otherwise; g = (b scale) factor_i.
  *   weight (batch, rows, cols), update (batch, k, cols) or (batch, rows, k), any dtypes and strides.
  * Rows: geometry.cuh; a row finds its update through slots. Columns (columns.cuh): a block owns 32 vectors of
- * columns by a strip of 128 rows, a warp a row, three rows under way. Slots ascend, as those of dion3_select do.
+ * columns by a strip of 120 rows, a warp a row, three rows under way, five times. Slots ascend, as those of
+ * dion3_select do.
  * Stochastic rounding: eight 16-bit elements take one Philox call when their global index is a multiple of 8,
  * eight otherwise; the bits are those of dion3_round.h wherever an element stands.
  * Bytes an element, f = k / n: 2 |w| + f |o| (bf16 weights: 4 + 2 f). About 15 instructions an element,
@@ -26,8 +27,8 @@
 #include "geometry.cuh"
 #include "table.cuh"
 
-#define STRIP_ROWS 128
 #define ROWS_AHEAD 3 /* columns: rows that a warp has under way */
+#define STRIP_ROWS (5 * ROWS_AHEAD * D3_WARPS)
 
 struct update_entry {
     char* weight;
