@@ -3,7 +3,9 @@
 Every ratio is taken in one process on the same buffers. The functions under comparison are called
 in rotation, each round in another order, so that clocks, temperature and the load before are alike
 for all; each call is timed by a pair of CUDA events; the median and the quartiles over the rounds
-are reported. Where launches would dominate (`graph=True`) a function is captured `inner` times in
+are reported. The rotation first runs untimed until the card has come down to the clock that its
+power limit allows: a card at rest starts a fifth faster and slows down within the first rounds,
+in which two functions are not measured alike. Where launches would dominate (`graph=True`) a function is captured `inner` times in
 one CUDA graph and the replay is timed.
 """
 
@@ -16,11 +18,13 @@ import pathlib
 import random
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+SETTLE_SECONDS = 0.5
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -132,8 +136,11 @@ def rotate(
         use_graph = graph and name not in eager
         calls[name] = (captured(function, inner), inner) if use_graph else (function, 1)
     torch.cuda.synchronize()
-    for call, _ in calls.values():
-        call()
+    settled = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < settled:
+        for call, _ in calls.values():
+            call()
+        torch.cuda.synchronize()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {k: [] for k in calls}
     order = random.Random(0)
     for _ in range(rounds):
