@@ -5,8 +5,8 @@ in rotation, each round in another order, so that clocks, temperature and the lo
 for all; each call is timed by a pair of CUDA events; the median and the quartiles over the rounds
 are reported. The rotation first runs untimed until the card has come down to the clock that its
 power limit allows: a card at rest starts a fifth faster and slows down within the first rounds,
-in which two functions are not measured alike. Where launches would dominate (`graph=True`) a function is captured `inner` times in
-one CUDA graph and the replay is timed.
+in which two functions are not measured alike. Where launches would dominate (`graph=True`) a
+function is captured `inner` times in one CUDA graph and the replay is timed.
 """
 
 from __future__ import annotations
