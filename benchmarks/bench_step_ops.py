@@ -22,6 +22,7 @@ from dion3 import ops
 # name: (tensors, shape of each)
 SETS = {
     "tall": (16, (16384, 4096)),
+    "uneven": (13, (16384, 5120)),
     "small": (200, (1024, 1024)),
     "stack": (1, (16, 4096, 16384)),
 }

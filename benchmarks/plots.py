@@ -141,6 +141,7 @@ def step_ops(pyplot: Any, results: Results) -> Any:
     """Bandwidth of the memory-bound operations over that of a copy."""
     titles = {
         "tall": "16 × (16384 × 4096)",
+        "uneven": "13 × (16384 × 5120)",
         "small": "200 × (1024 × 1024)",
         "stack": "16 × (4096 × 16384), one stack",
     }

@@ -294,7 +294,7 @@ def test_columns_at_the_edges_of_a_tile(cols):
     check_columns(3, cols, pitch, [edges, list(range(len(edges)))])
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 33, 63, 65, 119, 121, 300])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 33, 63, 65, 119, 121, 127, 129, 300])
 def test_columns_at_the_edges_of_a_strip(rows):
     cols = 520
     spread = [list(range(b, cols, 4 + b)) for b in range(2)]

@@ -52,8 +52,8 @@ static inline void d3_swap(int64_t* a, int64_t* b) {
     *b = c;
 }
 
-/* Threads left idle by the last turn at a row of which each takes two vectors a turn. */
-static inline uint32_t d3_idle_lanes(uint32_t vectors, uint32_t log_lanes) {
+/* By how many vectors the last turn at a row falls short of the two that each of its threads could take. */
+static inline uint32_t d3_short_of_turn(uint32_t vectors, uint32_t log_lanes) {
     const uint32_t turn = 2u << log_lanes, rest = vectors % turn;
     return rest ? turn - rest : 0;
 }
@@ -71,7 +71,7 @@ static inline uint64_t d3_deal_rows(d3_rows* g, int64_t batch, int64_t rows, int
         g->log_lanes = 0;
         while (g->log_lanes < 5 && (1u << g->log_lanes) < vectors) ++g->log_lanes;
     }
-    while (g->log_lanes > 6 && d3_idle_lanes(vectors, g->log_lanes) > vectors / 8) --g->log_lanes;
+    while (g->log_lanes > 6 && d3_short_of_turn(vectors, g->log_lanes) > vectors / 8) --g->log_lanes;
     const uint32_t groups = D3_THREADS >> g->log_lanes, least = D3_BLOCK_VECTORS / vectors / groups;
     if (g->log_lanes > 5) each = each_long;
     g->rows_per_block = (least > each ? least : each) * groups;

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(D3_THREADS, ROW_BLOCKS)
         }
     }
     if (p.lanes <= 32 || (!s.scored && !s.squared)) return;
-    /* Warps that share rows take one each: the sums of a row's warps follow one another. */
+    /* Whole warps take one row (prepare_sums), so part has a place for each, a row's next to one another. */
     __syncthreads();
     if (threadIdx.x < 2 * p.rows) {
         const uint32_t r = threadIdx.x / 2, which = threadIdx.x % 2;
