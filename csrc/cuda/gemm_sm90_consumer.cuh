@@ -161,10 +161,10 @@ PTX_FN void add_identity(float (&v)[8], float delta, int lane) {
     }
 }
 
-/* Rounds scale * one 64 x 64 block of the accumulators into `straight` and, symmetric, its
+/* Rounds scale (SCALED; else 1) * one 64 x 64 block of the accumulators into `straight` and, symmetric, its
  * mirror into `mirror`. On the diagonal `mirror` becomes the block, and `straight` takes what is
  * not wanted. */
-template <class Config, bool ON_DIAGONAL>
+template <class Config, bool ON_DIAGONAL, bool SCALED>
 PTX_FN void stage_block(const float* v, float scale, float delta, bool bf16, uint32_t straight,
                         uint32_t mirror, int thread) {
     const int lane = thread & 31, warp = thread >> 5;
@@ -176,7 +176,7 @@ PTX_FN void stage_block(const float* v, float scale, float delta, bool bf16, uin
         uint32_t packed[4];
         float x[8];
 #pragma unroll
-        for (int u = 0; u < 8; u++) x[u] = scale * v[u];
+        for (int u = 0; u < 8; u++) x[u] = SCALED ? scale * v[u] : v[u];
         if (ON_DIAGONAL && q == warp) add_identity(x, delta, lane);
 #pragma unroll
         for (int u = 0; u < 4; u++) {
@@ -201,7 +201,7 @@ PTX_FN void stage_block(const float* v, float scale, float delta, bool bf16, uin
 }
 
 /* Stores the tile block by block through this warpgroup's staging. */
-template <class Config, bool DIAGONAL, int SLABS>
+template <class Config, bool DIAGONAL, bool SCALED, int SLABS>
 PTX_FN void store_tile(float (&accumulators)[SLABS][64], float scale, const sm90_group& group,
                        const sm90_tile& tile, sm90_consumer& self) {
     constexpr int BLOCKS = Config::SYMMETRIC ? 2 : 1, BUFFERS = Config::STAGING / BLOCKS;
@@ -223,9 +223,9 @@ PTX_FN void store_tile(float (&accumulators)[SLABS][64], float scale, const sm90
             ptx_bar_sync_warpgroup(self.barrier);
             float* v = &accumulators[slab][c * 32];
             if (DIAGONAL && c == slab) {
-                stage_block<Config, true>(v, scale, delta, bf16, straight, mirror, self.thread);
+                stage_block<Config, true, SCALED>(v, scale, delta, bf16, straight, mirror, self.thread);
             } else {
-                stage_block<Config, false>(v, scale, delta, bf16, straight, mirror, self.thread);
+                stage_block<Config, false, SCALED>(v, scale, delta, bf16, straight, mirror, self.thread);
             }
             ptx_fence_proxy_async_shared();
             ptx_bar_sync_warpgroup(self.barrier);
@@ -261,7 +261,11 @@ PTX_FN void compute_tile(const sm90_group& group, const sm90_tile& tile, sm90_ri
             start_from<Config, DIAGONAL, false, SLABS>(accumulators, group.gamma / alpha, ring, self);
     }
     multiply<Config, DIAGONAL ? 64 : 128, SLABS>(accumulators, ring, k_steps, DIAGONAL && group.a_is_b, self);
-    store_tile<Config, DIAGONAL, SLABS>(accumulators, alpha, group, tile, self);
+    if (!Config::SYMMETRIC && alpha == 1.0f) { /* up to k of 512 the multiplications show */
+        store_tile<Config, DIAGONAL, false, SLABS>(accumulators, alpha, group, tile, self);
+    } else {
+        store_tile<Config, DIAGONAL, true, SLABS>(accumulators, alpha, group, tile, self);
+    }
 }
 
 /* Consumer 0 takes the even, consumer 1 the odd ones of its thread block's tiles. */
