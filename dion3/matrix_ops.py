@@ -25,6 +25,7 @@ from .products import (
     EXACT,
     NATIVE,
     ROUNDED,
+    empty_matrices,
     keep_fp32_operands,
     mirror_lower,
     native_bf16,
@@ -291,7 +292,7 @@ def _product_op(
     if wide:
         left, right = left.float(), right.float()
         add = None if add is None else add.float()
-    d = left.new_empty(batch, *shape[-2:])
+    d = empty_matrices(left, batch, *shape[-2:])
     n = min(*a.shape[-2:], b.size(-1))
     step = 1 if stands_alone(n, a.device) else max(batch, 1)
     with one_thread_per_matrix(batch, n, a.device), keep_fp32_operands(a.device):
@@ -309,7 +310,7 @@ def _product_op(
     d = d.to(a.dtype)
     if symmetric:
         d = mirror_lower(d)
-    return d.view(shape)
+    return d.contiguous().view(shape)
 
 
 def _factor(number: float, tensor: Tensor | None, like: Tensor) -> Tensor:

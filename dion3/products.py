@@ -9,10 +9,11 @@ One stage of a program (dion3.program) is computed in one of three ways:
              and is several times faster, so it is what a CPU uses for bfloat16; on a GPU it is cuBLAS.
 
 A matrix's result must not depend on the batch around it. The BLAS libraries under torch keep that
-promise (as the tests see) unless a batch has fewer matrices than there are threads: then threads share a
-matrix, and its sums are split in a way that depends on both numbers. So on a CPU a large matrix is always
-computed alone, by all threads; of small ones no two threads share one, at the price that a lone small
-matrix uses one core.
+promise (as the tests see) but in two cases. Where a batch has fewer matrices than there are threads,
+threads share a matrix, and its sums are split in a way that depends on both numbers. So on a CPU a large
+matrix is always computed alone, by all threads; of small ones no two threads share one, at the price that
+a lone small matrix uses one core. And MKL on processors that are not Intel's adds in another order where a
+matrix begins within 16 bytes. So all matrices of a CPU begin at cache lines here, or are copied there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "EXACT",
     "NATIVE",
     "ROUNDED",
+    "empty_matrices",
     "mirror_lower",
     "native_bf16",
     "one_thread_per_matrix",
@@ -86,6 +88,29 @@ def keep_fp32_operands(device: torch.device) -> Iterator[None]:
         flags.fp32_precision = before
 
 
+CACHE_LINE = 64
+"""Bytes, to which torch aligns what it allocates on a CPU."""
+
+
+def empty_matrices(like: Tensor, batch: int, rows: int, cols: int) -> Tensor:
+    """An uninitialised (batch, rows, cols) of like's dtype and device. On a CPU, matrices begin at cache lines."""
+    if like.device.type != "cpu":
+        return like.new_empty(batch, rows, cols)
+    line = CACHE_LINE // like.itemsize
+    apart = -(-rows * cols // line) * line
+    return like.new_empty(batch * apart).as_strided((batch, rows, cols), (apart, cols, 1))
+
+
+def at_cache_lines(x: Tensor) -> Tensor:
+    """x (batch, rows, cols), or a copy of the same major if not all matrices of a CPU begin at cache lines."""
+    apart = x.stride(0) * x.itemsize if x.size(0) > 1 else 0
+    if x.device.type != "cpu" or (x.data_ptr() % CACHE_LINE == 0 and apart % CACHE_LINE == 0):
+        return x
+    if x.stride(2) != 1 and x.stride(1) == 1:
+        return at_cache_lines(x.mT).mT
+    return empty_matrices(x, *x.shape).copy_(x)
+
+
 _masks: dict[tuple[int, torch.device], Tensor] = {}
 
 
@@ -123,6 +148,7 @@ def product(
         symmetric: mirror the lower triangle of the result.
         round_to: 16-bit dtype that the fp32 result is rounded to, once; out stays fp32.
     """
+    left, right, goal, out = at_cache_lines(left), at_cache_lines(right), out, at_cache_lines(out)
     if add is not None and beta != 0.0:
         torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
     elif alpha == 1.0:
@@ -138,7 +164,7 @@ def product(
         out.copy_(mirror_lower(rounded) if symmetric else rounded)
     elif symmetric:
         out.copy_(mirror_lower(out))
-    return out
+    return out if out is goal else goal.copy_(out)
 
 
 def run_program(
@@ -167,6 +193,8 @@ def run_program(
         The result, shape and dtype of x.
     """
     round_to = dtype if mode == ROUNDED else None
+    given, x = x, at_cache_lines(x)
+    overwrite = overwrite or x is not given
     buffers = {RECTANGLES[0]: x}
     last = len(program) - 1
     for index, stage in enumerate(program):
@@ -179,7 +207,7 @@ def run_program(
         if index == last and result is not None:
             out = result
         elif out is None or (out is x and not overwrite):
-            out = x.new_empty(x.size(0), left.size(1), right.size(2))
+            out = empty_matrices(x, x.size(0), left.size(1), right.size(2))
         add = buffers[stage.add] if stage.add is not None else None
         add2 = buffers[stage.add2] if stage.add2 is not None else None
         if mode == NATIVE and add2 is not None:
@@ -214,7 +242,7 @@ def _native_sum(
     stage: Stage, left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, add2: Tensor
 ) -> None:
     """A stage with two added matrices and 16-bit buffers: no 16-bit call sums them before it rounds."""
-    wide = torch.empty_like(out, dtype=torch.float32)
+    wide = empty_matrices(left.new_empty(0, dtype=torch.float32), *out.shape)
     product(
         left.float(),
         right.float(),

@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 from dion3.coefficients import DEFAULT, KELLER, YOU, normalize_coefficients
 from dion3.newton_schulz import gemm_add, gram_ns, newton_schulz, orthogonalize, symmetric_mm
+from dion3.products import CACHE_LINE, at_cache_lines, empty_matrices, product
 from dion3.program import build_program
 
 matrix_ops = sys.modules["dion3.matrix_ops"]
@@ -217,6 +218,28 @@ def test_grouped_equals_single_bitwise(shape, dtype, threads, device):
         assert torch.equal(f(X[2:4], dtype=dtype), whole[2:4])
         assert torch.equal(f(X.flip(0), dtype=dtype), whole.flip(0))
         assert torch.equal(f(X[:6].view(2, 3, *shape), dtype=dtype), whole[:6].view(2, 3, *shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("major", ["rows", "columns"])
+def test_matrices_of_a_cpu_begin_at_cache_lines(major, dtype):
+    """Not all processors show what depends on it, so the places themselves are looked at."""
+
+    def begins(x):
+        return {matrix.data_ptr() % CACHE_LINE for matrix in x}
+
+    assert begins(empty_matrices(torch.empty(0, dtype=dtype), 5, 7, 13)) == {0}
+    x = randn(1 + 5 * 7 * 13).to(dtype)[1:].view(5, 7, 13)
+    x = x if major == "rows" else x.mT
+    assert begins(x) != {0}
+    moved = at_cache_lines(x)
+    assert begins(moved) == {0} and torch.equal(moved, x)
+    assert moved.stride()[1:] == x.stride()[1:] and at_cache_lines(moved) is moved
+    add = moved @ moved.mT
+    out = torch.full((1 + add.numel(),), torch.nan, dtype=dtype)[1:].view(add.shape)
+    assert product(x, x.mT, out, add=add, beta=2.0) is out
+    assert torch.equal(out, product(moved, moved.mT, torch.empty_like(add), add=add, beta=2.0))
+    torch.testing.assert_close(out.double(), 3 * x.double() @ x.mT.double(), rtol=0.02, atol=0.02)
 
 
 def test_grouped_equals_single_for_large_groups(threads, device):

@@ -74,19 +74,22 @@ def test_every_dtype_rounds_once(device, dtype, grad_dtype, momentum_dtype, frac
         fraction=fraction,
         momentum_dtype=momentum_dtype,
         rounding="nearest",
+        newton_schulz="standard",  # the form of the reference, so that its fp32 errors can be the bar
         ns_dtype=torch.float32,
     )
     for t in range(3):
         p.grad = matrix(20, 36, seed=t + 1, dtype=grad_dtype, device=device)
         weight, momentum, _ = reference_of(opt, opt.param_groups[0], p)
+        in_fp32 = reference_of(opt, opt.param_groups[0], p, torch.float32)[0]
         if momentum_dtype != torch.float32 and fraction < 1:
             # the selection is made from the rounded momentum; take it over
             opt.step()
             assert p.isfinite().all()
             continue
         opt.step()
-        slack = 1e-5 + (0 if momentum_dtype == torch.float32 else 0.02)
-        assert ((p - weight).abs() <= 0.5 * ulp(weight.to(dtype)) + slack * 0.1).all()
+        slack = 2 * (in_fp32.double() - weight).abs().max()
+        slack = slack + (0 if momentum_dtype == torch.float32 else 0.002)  # 0.02 of lr
+        assert ((p - weight).abs() <= 0.5 * ulp(weight.to(dtype)) + slack).all()
         buffer = opt.state[p]["momentum_buffer"]
         assert buffer.dtype == momentum_dtype
         # two roundings: after the gradient was added, and after the feedback
