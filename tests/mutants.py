@@ -341,14 +341,14 @@ MUTANTS = [
         "dion3/plan.py",
         "if not present[index] or parameter.numel() == 0:",
         "if parameter.numel() == 0:",
-        "test_optimizer_contract.py::test_a_missing_gradient_leaves_everything_alone",
+        "test_optimizer_plan.py::test_a_missing_gradient_leaves_everything_alone",
     ),
     _m(
         "new plan for exchanged memory",
         "dion3/plan.py",
         "            and geometry(self.watched) == self.geometry\n",
         "",
-        "test_optimizer_contract.py::test_the_plan_notices_exchanged_memory",
+        "test_optimizer_plan.py::test_the_plan_notices_exchanged_memory",
     ),
     _m(
         "live learning rate",
@@ -362,7 +362,7 @@ MUTANTS = [
         "dion3/optimizer.py",
         "if parameter.requires_grad or present[index]:",
         "if present[index]:",
-        "test_optimizer_contract.py::test_state_exists_for_all_parameters_after_the_first_step",
+        "test_optimizer_plan.py::test_state_exists_for_all_parameters_after_the_first_step",
     ),
     _m(
         "scratch memory only during the step",

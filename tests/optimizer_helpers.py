@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 
+import dion3
 from dion3 import executor
 from dion3.plan import ns_config
 from dion3.reference_step import reference_step
 
 BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+CLASSES = [dion3.Dion3, dion3.Muon, dion3.NorMuon]
+classes = pytest.mark.parametrize("cls", CLASSES)
 
 
 def matrix(*shape, seed=0, decay=0.0, rank=None, dtype=torch.float32, device="cpu"):
@@ -103,3 +107,39 @@ def reference_of(optimizer, group, p, dtype=torch.float64):
         beta2=options["beta2"],
         maximize=options["maximize"],
     )
+
+
+def model(device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8))
+    return net.to(device=device, dtype=dtype)
+
+
+def groups(net, **matrices):
+    return [
+        {"params": [p for p in net.parameters() if p.ndim == 2], **matrices},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "algorithm": "adamw"},
+    ]
+
+
+def backward(net, seed=0):
+    p = next(net.parameters())
+    x = matrix(5, 12, seed=seed, dtype=p.dtype, device=p.device)
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train(net, opt, seeds):
+    for seed in seeds:
+        opt.zero_grad()
+        backward(net, seed)
+        opt.step()

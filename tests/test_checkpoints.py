@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from optimizer_helpers import matrix, parameter, relative, steps
+from optimizer_helpers import classes, matrix, parameter, relative, steps
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -18,8 +18,6 @@ import dion3
 from dion3.checkpoints import convert_from_dion
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CLASSES = [dion3.Dion3, dion3.Muon, dion3.NorMuon]
-classes = pytest.mark.parametrize("cls", CLASSES)
 
 
 def through_file(state_dict, **kwargs):
