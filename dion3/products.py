@@ -92,13 +92,16 @@ CACHE_LINE = 64
 """Bytes, to which torch aligns what it allocates on a CPU."""
 
 
-def empty_matrices(like: Tensor, batch: int, rows: int, cols: int) -> Tensor:
-    """An uninitialised (batch, rows, cols) of like's dtype and device. On a CPU, matrices begin at cache lines."""
-    if like.device.type != "cpu":
-        return like.new_empty(batch, rows, cols)
-    line = CACHE_LINE // like.itemsize
+def empty_matrices(
+    batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An uninitialised (batch, rows, cols). On a CPU its matrices begin at cache lines."""
+    if device.type != "cpu":
+        return torch.empty(batch, rows, cols, dtype=dtype, device=device)
+    line = CACHE_LINE // dtype.itemsize
     apart = -(-rows * cols // line) * line
-    return like.new_empty(batch * apart).as_strided((batch, rows, cols), (apart, cols, 1))
+    x = torch.empty(batch * apart, dtype=dtype)
+    return x.as_strided((batch, rows, cols), (apart, cols, 1))
 
 
 def at_cache_lines(x: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def at_cache_lines(x: Tensor) -> Tensor:
         return x
     if x.stride(2) != 1 and x.stride(1) == 1:
         return at_cache_lines(x.mT).mT
-    return empty_matrices(x, *x.shape).copy_(x)
+    return empty_matrices(*x.shape, x.dtype, x.device).copy_(x)
 
 
 _masks: dict[tuple[int, torch.device], Tensor] = {}
@@ -143,7 +146,8 @@ def product(
     """out <- alpha * left @ right + beta * add + gamma * add2 + delta * I over a batch.
 
     Args:
-        left, right, out: (batch, m, k), (batch, k, n), (batch, m, n), one dtype; out may be add.
+        left, right, out: (batch, m, k), (batch, k, n), (batch, m, n), one dtype; out may be add. On a CPU
+            those that do not begin at cache lines are copied.
         add, add2: (batch, m, n) or None, left out of the sum when its factor is 0 as well.
         symmetric: mirror the lower triangle of the result.
         round_to: 16-bit dtype that the fp32 result is rounded to, once; out stays fp32.
@@ -207,7 +211,7 @@ def run_program(
         if index == last and result is not None:
             out = result
         elif out is None or (out is x and not overwrite):
-            out = empty_matrices(x, x.size(0), left.size(1), right.size(2))
+            out = empty_matrices(x.size(0), left.size(1), right.size(2), x.dtype, x.device)
         add = buffers[stage.add] if stage.add is not None else None
         add2 = buffers[stage.add2] if stage.add2 is not None else None
         if mode == NATIVE and add2 is not None:
@@ -242,7 +246,7 @@ def _native_sum(
     stage: Stage, left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, add2: Tensor
 ) -> None:
     """A stage with two added matrices and 16-bit buffers: no 16-bit call sums them before it rounds."""
-    wide = empty_matrices(left.new_empty(0, dtype=torch.float32), *out.shape)
+    wide = empty_matrices(*out.shape, torch.float32, out.device)
     product(
         left.float(),
         right.float(),
@@ -261,7 +265,8 @@ def _native_sum(
 def workspace_bytes(n: int, m: int, mode: str, dtype: torch.dtype) -> int:
     """Bytes of buffers that run_program and its caller keep for one n x m matrix, at most."""
     size = 4 if mode == ROUNDED else dtype.itemsize
+    lines = CACHE_LINE * (len(SQUARES) + len(RECTANGLES))
     # The rounded copies and the fp32 sums of the other modes come to two squares more.
     return size * (len(SQUARES) * n * n + len(RECTANGLES) * n * m) + (
-        0 if mode == EXACT else 12 * n * n
+        lines if mode == EXACT else lines + 12 * n * n
     )

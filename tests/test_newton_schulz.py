@@ -228,18 +228,39 @@ def test_matrices_of_a_cpu_begin_at_cache_lines(major, dtype):
     def begins(x):
         return {matrix.data_ptr() % CACHE_LINE for matrix in x}
 
-    assert begins(empty_matrices(torch.empty(0, dtype=dtype), 5, 7, 13)) == {0}
+    assert begins(empty_matrices(5, 7, 13, dtype, torch.device("cpu"))) == {0}
     x = randn(1 + 5 * 7 * 13).to(dtype)[1:].view(5, 7, 13)
     x = x if major == "rows" else x.mT
     assert begins(x) != {0}
     moved = at_cache_lines(x)
     assert begins(moved) == {0} and torch.equal(moved, x)
     assert moved.stride()[1:] == x.stride()[1:] and at_cache_lines(moved) is moved
-    add = moved @ moved.mT
-    out = torch.full((1 + add.numel(),), torch.nan, dtype=dtype)[1:].view(add.shape)
-    assert product(x, x.mT, out, add=add, beta=2.0) is out
-    assert torch.equal(out, product(moved, moved.mT, torch.empty_like(add), add=add, beta=2.0))
-    torch.testing.assert_close(out.double(), 3 * x.double() @ x.mT.double(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 13), (13, 7), (9, 9)])
+def test_products_of_a_cpu_are_given_cache_lines(shape, dtype, monkeypatch):
+    """Inputs that begin elsewhere, and a result that should; not all processors show the difference."""
+    misplaced = []
+    for name in ("bmm", "baddbmm"):
+        call = getattr(torch, name)
+
+        def watched(*args, out, call=call, **factors):
+            for matrices in (*args[-2:], out):
+                misplaced.extend(m for m in matrices if m.data_ptr() % CACHE_LINE)
+            return call(*args, out=out, **factors)
+
+        monkeypatch.setattr(torch, name, watched)
+    x = randn(1 + 5 * shape[0] * shape[1]).to(dtype)[1:].view(5, *shape)
+    gram = symmetric_mm(x)
+    gemm_add(gram, x, x, alpha=0.5, beta=2.0)
+    for f in FUNCTIONS:
+        f(x, dtype=dtype)
+    assert not misplaced
+    square = torch.full((1 + 5 * shape[0] ** 2,), torch.nan, dtype=dtype)[1:]
+    square = square.view(5, shape[0], shape[0])
+    assert product(x, x.mT, square) is square and not misplaced
+    assert torch.equal(square, product(x, x.mT, torch.empty_like(square)))
 
 
 def test_grouped_equals_single_for_large_groups(threads, device):
