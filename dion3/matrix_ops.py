@@ -235,13 +235,13 @@ def _normalized(
     else:
         wide = torch.float64 if storage == torch.float64 else torch.float32
         # mul into a new tensor, not a cast and mul_: a cast may return x itself.
-        work = empty_matrices(*source.shape, wide, x.device)
+        work = empty_matrices(source.shape, wide, x.device)
         torch.mul(source, _inverse_norm(x, eps, wide), out=work)
     if mode == ROUNDED:
         work = work.to(dtype)
     if work.dtype == storage:
         return work
-    return empty_matrices(*work.shape, storage, x.device).copy_(work)
+    return empty_matrices(work.shape, storage, x.device).copy_(work)
 
 
 def _inverse_norm(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -296,7 +296,7 @@ def _product_op(
     if wide:
         left, right = left.float(), right.float()
         add = None if add is None else add.float()
-    d = empty_matrices(batch, *shape[-2:], left.dtype, left.device)
+    d = empty_matrices((batch, *shape[-2:]), left.dtype, left.device)
     n = min(*a.shape[-2:], b.size(-1))
     step = 1 if stands_alone(n, a.device) else max(batch, 1)
     with one_thread_per_matrix(batch, n, a.device), keep_fp32_operands(a.device):

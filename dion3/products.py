@@ -19,7 +19,7 @@ matrix begins within 16 bytes. So all matrices of a CPU begin at cache lines her
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,16 +92,15 @@ CACHE_LINE = 64
 """Bytes, to which torch aligns what it allocates on a CPU."""
 
 
-def empty_matrices(
-    batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def empty_matrices(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised (batch, rows, cols). On a CPU its matrices begin at cache lines."""
     if device.type != "cpu":
-        return torch.empty(batch, rows, cols, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+    batch, rows, cols = shape
     line = CACHE_LINE // dtype.itemsize
     apart = -(-rows * cols // line) * line
-    x = torch.empty(batch * apart, dtype=dtype)
-    return x.as_strided((batch, rows, cols), (apart, cols, 1))
+    x = torch.empty(batch * apart, dtype=dtype, device=device)
+    return x.as_strided(shape, (apart, cols, 1))
 
 
 def at_cache_lines(x: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def at_cache_lines(x: Tensor) -> Tensor:
         return x
     if x.stride(2) != 1 and x.stride(1) == 1:
         return at_cache_lines(x.mT).mT
-    return empty_matrices(*x.shape, x.dtype, x.device).copy_(x)
+    return empty_matrices(x.shape, x.dtype, x.device).copy_(x)
 
 
 _masks: dict[tuple[int, torch.device], Tensor] = {}
@@ -211,7 +210,7 @@ def run_program(
         if index == last and result is not None:
             out = result
         elif out is None or (out is x and not overwrite):
-            out = empty_matrices(x.size(0), left.size(1), right.size(2), x.dtype, x.device)
+            out = empty_matrices((x.size(0), left.size(1), right.size(2)), x.dtype, x.device)
         add = buffers[stage.add] if stage.add is not None else None
         add2 = buffers[stage.add2] if stage.add2 is not None else None
         if mode == NATIVE and add2 is not None:
@@ -246,7 +245,7 @@ def _native_sum(
     stage: Stage, left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, add2: Tensor
 ) -> None:
     """A stage with two added matrices and 16-bit buffers: no 16-bit call sums them before it rounds."""
-    wide = empty_matrices(*out.shape, torch.float32, out.device)
+    wide = empty_matrices(out.shape, torch.float32, out.device)
     product(
         left.float(),
         right.float(),

@@ -228,7 +228,7 @@ def test_matrices_of_a_cpu_begin_at_cache_lines(major, dtype):
     def begins(x):
         return {matrix.data_ptr() % CACHE_LINE for matrix in x}
 
-    assert begins(empty_matrices(5, 7, 13, dtype, torch.device("cpu"))) == {0}
+    assert begins(empty_matrices((5, 7, 13), dtype, torch.device("cpu"))) == {0}
     x = randn(1 + 5 * 7 * 13).to(dtype)[1:].view(5, 7, 13)
     x = x if major == "rows" else x.mT
     assert begins(x) != {0}
